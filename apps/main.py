@@ -1,0 +1,117 @@
+"""The `edgeinfer` command: its sub-commands, and the exit code of everything that can go wrong.
+
+Start-up counts, so the modules of the commands import the runtime, rich, prompt_toolkit and the network only when used.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from edgeinfer import errors
+from edgeinfer.apps import chat, inspect, manage, run
+from edgeinfer.apps.terminal import notice, use_utf8
+
+FAILED, USAGE, DOWNLOAD, DISK, MEMORY, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 5, 130, 143
+
+EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (  # the first that fits
+    (errors.DownloadError, DOWNLOAD),
+    (errors.DiskSpaceError, DISK),
+    (errors.MemoryLimitError, MEMORY),
+    (errors.ModelNotFoundError, USAGE),
+    (errors.ModelFormatError, USAGE),
+    (errors.TokenizerError, USAGE),
+    (errors.TemplateError, USAGE),
+    (errors.ContextLengthError, USAGE),
+    (errors.EdgeInferError, FAILED),
+    (UnicodeDecodeError, USAGE),  # input that is not UTF-8
+    (MemoryError, MEMORY),
+    (OSError, FAILED),
+    (KeyboardInterrupt, INTERRUPTED),
+)
+
+
+class _Commands(TyperGroup):
+    """Turns the errors of a command into one line on stderr and an exit code. Any other is our bug: a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # here, so that a reader who left is noticed here
+            return result
+        except BrokenPipeError:
+            # nobody reads any more: say nothing, and keep the interpreter's own flush at exit from complaining
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILED) from None
+        except tuple(kind for kind, _ in EXIT_CODES) as error:
+            if not isinstance(error, KeyboardInterrupt):
+                notice(f"edgeinfer: {_sentence(error)}")
+            raise typer.Exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind))) from None
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"the input is not UTF-8 ({error.reason} at byte {error.start})"
+    if isinstance(error, MemoryError):
+        return "out of memory; take a smaller context or a smaller model"
+    return str(error)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 ok, 1 failed, 2 usage, bad file or prompt too long, 3 download, 4 disk full, 5 memory, "
+    "130 interrupted, 143 terminated.",
+)
+for command in (
+    chat.chat,
+    run.run,
+    inspect.inspect,
+    inspect.plan,
+    inspect.tokenize,
+    manage.pull,
+    manage.models,
+    manage.warmup,
+    manage.doctor,
+):
+    app.command()(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"edgeinfer {version('edgeinfer')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _front_door(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run language models on this machine: `edgeinfer chat` fetches a small model on first use and talks.
+
+    Every command takes a GGUF file or a known name. `edgeinfer COMMAND --help` explains one.
+    """
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)  # an exception, so that models are closed and files left whole
+
+
+def main() -> None:
+    """The console script."""
+    use_utf8()
+    signal.signal(signal.SIGTERM, _terminate)
+    app()

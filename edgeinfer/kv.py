@@ -1,0 +1,132 @@
+"""The KV cache: one arena of pages for each group of layers with the same window, and rings of pages for sequences.
+
+A ring holds a sequence's last `ring * 64` tokens: the whole context for layers that see everything, and for sliding
+windows just the window and one step. Positions are absolute; slots are derived from them (kernels/pages.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgeinfer.config import ModelConfig
+from edgeinfer.kernels.pages import PAGE, LayerPages, head_bytes
+
+MAX_SEQUENCES = 16  # tables are made for so many; their pages take memory only once written
+
+
+def ring_pages(window: int, context: int, step: int) -> int:
+    """Pages in a ring: the context's, or enough for a window and one step of new tokens, whatever their alignment."""
+    whole = -(-context // PAGE)
+    return whole if window == 0 else min(whole, -(-(window + step) // PAGE) + 1)
+
+
+def page_bytes(config: ModelConfig, layers: int) -> int:
+    """Bytes of a page that `layers` layers share."""
+    return layers * config.kv_heads * head_bytes(config.head_dim)
+
+
+def sequence_bytes(config: ModelConfig, context: int, step: int) -> int:
+    """Bytes of one sequence's pages when full."""
+    return sum(
+        ring_pages(window, context, step) * page_bytes(config, config.windows.count(window))
+        for window in set(config.windows)
+    )
+
+
+class _Group:
+    """The layers with one window: their arena, the table of rings, and the pages that are free."""
+
+    def __init__(self, config: ModelConfig, window: int, context: int, step: int) -> None:
+        self.ring = ring_pages(window, context, step)
+        self.page_bytes = page_bytes(config, config.windows.count(window))
+        count = self.ring * MAX_SEQUENCES
+        self._map = mmap.mmap(-1, count * self.page_bytes)  # zeroed, and given memory page by page as it is written
+        self.arena = np.frombuffer(self._map, np.uint8).reshape(count, self.page_bytes)
+        self.table = np.zeros((MAX_SEQUENCES, self.ring), np.int64)
+        self.free = list(range(count - 1, -1, -1))
+
+    def release(self, page: int) -> None:
+        """Give a page's memory back to the system; it reads as zeros afterwards."""
+        start, end = page * self.page_bytes, (page + 1) * self.page_bytes
+        start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+        self.free.append(page)
+
+
+@dataclass
+class CacheSequence:
+    """One sequence's place in the cache. `length` tokens are in it; only the session that owns it moves that."""
+
+    index: int
+    length: int = 0
+    pages: int = 0  # slots of the longest ring that have a page
+
+
+class KVCache:
+    """The pages of one model. Thread-safe: sessions in several threads take and return sequences."""
+
+    def __init__(self, config: ModelConfig, context: int, step: int) -> None:
+        """context: most tokens in a sequence. step: most tokens that one step appends."""
+        self.context = context
+        self._groups = {window: _Group(config, window, context, step) for window in sorted(set(config.windows))}
+        self._windows = config.windows
+        self._layer_bytes = page_bytes(config, 1)
+        self._free = list(range(MAX_SEQUENCES - 1, -1, -1))
+        self._lock = threading.Lock()
+
+    def layers(self) -> list[LayerPages]:
+        """Where each layer's pages are, for the builder."""
+        places, used = [], dict.fromkeys(self._groups, 0)
+        for window in self._windows:
+            group = self._groups[window]
+            places.append(LayerPages(group.arena, used[window] * self._layer_bytes, group.table))
+            used[window] += 1
+        return places
+
+    def open(self) -> CacheSequence:
+        """A new, empty sequence. Raises RuntimeError when MAX_SEQUENCES are open."""
+        with self._lock:
+            if not self._free:
+                raise RuntimeError(f"{MAX_SEQUENCES} sequences are open on this model; close a session first")
+            return CacheSequence(self._free.pop())
+
+    def reserve(self, sequence: CacheSequence, tokens: int) -> None:
+        """Have pages for positions 0 .. tokens - 1. Raises ValueError beyond the context."""
+        if tokens > self.context:
+            raise ValueError(f"{tokens} tokens; the context holds {self.context}")
+        wanted = -(-tokens // PAGE)
+        with self._lock:
+            for group in self._groups.values():
+                for slot in range(min(sequence.pages, group.ring), min(wanted, group.ring)):
+                    group.table[sequence.index, slot] = group.free.pop()
+            sequence.pages = max(sequence.pages, wanted)
+
+    def rollback(self, sequence: CacheSequence, length: int) -> None:
+        """Forget all but the first `length` tokens. Raises ValueError where a ring has already dropped what they attend to."""
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"cannot go from {sequence.length} tokens back to {length}")
+        for window, group in self._groups.items():
+            kept_from = max(0, length - window + 1) if window else 0
+            if kept_from < sequence.length - group.ring * PAGE:
+                raise ValueError(f"tokens {kept_from}.. have left the ring; re-read the text instead")
+        sequence.length = length
+
+    def close(self, sequence: CacheSequence) -> None:
+        with self._lock:
+            for group in self._groups.values():
+                for slot in range(min(sequence.pages, group.ring)):
+                    group.release(int(group.table[sequence.index, slot]))
+            sequence.pages = sequence.length = 0
+            self._free.append(sequence.index)
+
+
+def check_step(positions: SequenceOf[int], context: int) -> None:
+    """Raises ValueError for a position outside the context: kernels would write outside their pages."""
+    if min(positions) < 0 or max(positions) >= context:
+        raise ValueError(f"positions must lie in 0..{context - 1}")

@@ -1,0 +1,241 @@
+"""A loaded model: its file, tokenizer, recorded program and KV cache. Sessions and replies borrow it."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgeinfer import machine
+from edgeinfer.config import ModelConfig
+from edgeinfer.errors import ContextLengthError, ModelFormatError, TemplateError
+from edgeinfer.formats.gguf import GGUF, open_gguf
+from edgeinfer.formats.tokenizer import Tokenizer
+from edgeinfer.kernels.jit import Code, code
+from edgeinfer.kernels.levels import LEVELS, native_level
+from edgeinfer.kernels.program import Builder, Program
+from edgeinfer.kernels.step import Step
+from edgeinfer.kv import KVCache
+from edgeinfer.library import resolve
+from edgeinfer.models._transformer import Network
+from edgeinfer.planning import DEFAULT_CHUNK, WANTED_ROWS, choose_context, plan_for
+from edgeinfer.reply import Reply
+from edgeinfer.sampling import SamplingParams
+from edgeinfer.session import Session
+
+if TYPE_CHECKING:
+    from edgeinfer.formats.chat import ChatTemplate
+
+Progress = Callable[[str, float], None]
+
+
+def load(model: str | os.PathLike[str], *, threads: int | None = None, context: int | None = None,
+         chunk: int = DEFAULT_CHUNK, download: bool = False, progress: Progress | None = None,
+         level: str | None = None) -> Model:  # fmt: skip
+    """Load a model: a GGUF file's path, a known name, or a file in the cache.
+
+    threads: default one a physical core. context: most tokens of a sequence, default what the model was trained for, at
+    most 4096. chunk: most tokens of one step; results do not depend on it. download: fetch a known name that is missing.
+    progress(stage, fraction): called while kernels compile ("kernels") and weights are packed ("weights").
+    level: a SIMD level of kernels.levels, default the fastest this processor has; results do not depend on it.
+
+    Raises ModelNotFoundError, DownloadError, ModelFormatError, TokenizerError, TemplateError, MemoryLimitError (before
+    anything large is allocated), ValueError for options out of range.
+    """
+    begun = time.perf_counter()
+    path = resolve(model, download=download)
+    file = open_gguf(path)
+    try:
+        return Model(file, Path(path), threads, context, chunk, progress, level, begun)
+    except BaseException:
+        file.close()
+        raise
+
+
+class Model:
+    """Made by load(). A context manager; close() frees memory at once. Safe to use from several threads.
+
+    Attributes: path, name, config, tokenizer, chat_template (ChatTemplate, or None where the file has none), context,
+    chunk, threads, n_vocab, level (of SIMD), load_seconds, compiled (kernels that were not in the cache).
+    """
+
+    def __init__(self, file: GGUF, path: Path, threads: int | None, context: int | None, chunk: int,
+                 progress: Progress | None, level: str | None, begun: float) -> None:  # fmt: skip
+        self.path, self._file = path, file
+        self.config = ModelConfig.from_gguf(file)
+        self.context = choose_context(self.config, context)
+        if not 0 < chunk <= 4096:
+            raise ValueError(f"a chunk of {chunk} tokens; expected 1 to 4096")
+        self.chunk = min(chunk, self.context)
+        self.threads = machine.default_threads() if threads is None else threads
+        if not 0 < self.threads <= 256:
+            raise ValueError(f"{threads} threads; expected 1 to 256")
+        if level is not None and level not in LEVELS:
+            raise ValueError(f"SIMD level {level!r}; known are {', '.join(LEVELS)}")
+        plan_for(file, self.config, self.context, self.chunk).require()
+        self.tokenizer = Tokenizer.from_metadata(file.metadata, file.path)
+        self.n_vocab = self.tokenizer.n_vocab
+        if self.n_vocab > self.config.vocabulary:
+            raise ModelFormatError(
+                file.path, f"the tokenizer has {self.n_vocab} tokens and token_embd.weight {self.config.vocabulary} rows"
+            )
+        self.chat_template = _template(file, self.tokenizer)
+        self.name = str(file.metadata.get("general.name") or path.stem)
+
+        kernels = code(LEVELS[level] if level else native_level())
+        self.level = kernels.level.name
+        already = len(kernels.compiled)
+        self._cache = KVCache(self.config, self.context, self.chunk)
+        self._program, self._network = self._record(kernels, progress)
+        self.compiled = kernels.compiled[already:]
+        self._bandwidth: float | None = None
+        self._steps = threading.Lock()  # the rotary tables grow between steps
+        self.load_seconds = time.perf_counter() - begun
+
+    def _record(self, kernels: Code, progress: Progress | None) -> tuple[Program, Network]:
+        from edgeinfer.weights import FileWeights
+
+        file, config = self._file, self.config
+        weights = FileWeights(file, (lambda done: progress("weights", done)) if progress else None)
+        builder = Builder(kernels, weights, Step(self.chunk, min(WANTED_ROWS, self.chunk)), self._cache.layers())
+        factors = file.array("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
+        network = Network(config, builder, self.context, "output.weight" not in file.tensors, factors)
+        try:
+            import_module(f"edgeinfer.models.{config.architecture}").describe(network)
+        except ValueError as error:
+            raise ModelFormatError(file.path, str(error)) from error
+        weights.finish()
+        builder.compile((lambda done: progress("kernels", done)) if progress else None)
+        return Program(builder, self.threads, self._lookup, config.vocabulary), network
+
+    def _lookup(self, tokens: np.ndarray) -> np.ndarray:
+        """Embeddings f32 (n, embedding) of token ids, decoded from the file's own rows."""
+        table = self._file.tensors["token_embd.weight"]
+        rows = table.type.decode(self._file.raw("token_embd.weight")[tokens])
+        if self.config.embedding_scale != 1.0:
+            rows = rows * np.float32(self.config.embedding_scale)
+        return rows
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what is running, wait for it, and free the memory."""
+        if self._program.closed:
+            return
+        self._program.close()
+        self._file.close()
+        del self._cache, self._network
+
+    @property
+    def closed(self) -> bool:
+        return self._program.closed
+
+    def generate(self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = (),
+                 **sampling: Any) -> Reply:  # fmt: skip
+        """Continue a raw prompt (text, whose control tokens count, or token ids) to the end. See stream()."""
+        reply = self.stream(prompt, max_tokens=max_tokens, stop=stop, **sampling)
+        for _ in reply:
+            pass
+        return reply
+
+    def stream(self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = (),
+               **sampling: Any) -> Reply:  # fmt: skip
+        """A Reply that continues a raw prompt as it is iterated.
+
+        max_tokens: at most so many, default what the context leaves. stop: strings that end the text. sampling: fields of
+        SamplingParams (temperature, top_k, seed, ...). Raises ContextLengthError, ValueError.
+        """
+        ids = self.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else [int(i) for i in prompt]
+        return Reply(self, ids, None, max_tokens, stop, SamplingParams(**sampling))
+
+    def session(self, context: int | None = None, system: str | None = None) -> Session:
+        """A chat, in the model's own template. context: most tokens of the conversation, default the model's."""
+        if self.chat_template is None:
+            raise TemplateError(f"{self.path}: the file has no chat template; continue raw text with generate() (run --raw)")
+        return Session(self, self.chat_template, context, system)
+
+    def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
+        """Logits of one fresh pass: float32 (len(ids), vocabulary). For a list of id lists, one batch, a list of such arrays."""
+        if len(ids) and not isinstance(ids[0], (int, np.integer)):
+            return self._logits([list(row) for row in ids])  # type: ignore[union-attr]
+        return self._logits([[int(i) for i in ids]])[0]  # type: ignore[arg-type]
+
+    def _logits(self, batch: list[list[int]]) -> list[np.ndarray]:
+        for ids in batch:
+            self.check_length(len(ids))
+        out = [np.empty((len(ids), self.config.vocabulary), np.float32) for ids in batch]
+        sequences = []
+        try:
+            for ids in batch:
+                sequences.append(self._cache.open())
+                self._cache.reserve(sequences[-1], len(ids))
+            rows = [(b, i) for b, ids in enumerate(batch) for i in range(len(ids))]
+            for first in range(0, len(rows), self.chunk):
+                part = rows[first : first + self.chunk]
+
+                def take(start: int, logits: np.ndarray, part: list[tuple[int, int]] = part) -> None:
+                    for (b, i), row in zip(part[start:], logits, strict=False):
+                        out[b][i] = row
+
+                self.step(
+                    [batch[b][i] for b, i in part], [i for _, i in part], [sequences[b].index for b, _ in part],
+                    range(len(part)), take,
+                )  # fmt: skip
+        finally:
+            for sequence in sequences:
+                self._cache.close(sequence)
+        return out
+
+    def step(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], wanted: Sequence[int],
+             take: Callable[[int, np.ndarray], None], cancelled: threading.Event | None = None) -> None:  # fmt: skip
+        """One step of the program, for sequences whose pages are reserved. See kernels.program.Program.forward."""
+        if min(positions) < 0 or max(positions) >= self.context:
+            raise ValueError(f"positions must lie in 0..{self.context - 1}")
+        if self._program.closed:
+            raise ValueError("the model is closed")
+        with self._steps:
+            for table in self._network.tables.values():
+                table.reach(max(positions) + 1)
+        self._program.forward(*(np.asarray(x, np.int64) for x in (tokens, positions, sequences)), wanted, take, cancelled)
+
+    def check_length(self, tokens: int) -> None:
+        """Raises ContextLengthError for a prompt that does not fit, ValueError for an empty one."""
+        if tokens == 0:
+            raise ValueError("the prompt is empty: it has no tokens")
+        if tokens > self.context:
+            raise ContextLengthError(tokens, self.context)
+
+    @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    def stop_step(self) -> None:
+        """Wake a step that is running, so that it sees its cancellation."""
+        self._program.stop()
+
+    def bandwidth_share(self, tokens_per_second: float) -> float:
+        """Which share of the memory's read bandwidth one-row decoding at that speed uses; measured once, on the weights."""
+        if self._bandwidth is None:
+            self._bandwidth = self._program.read_bandwidth()
+        share = tokens_per_second * self._program.weight_bytes / self._bandwidth
+        return share if math.isfinite(share) else 0.0
+
+
+def _template(file: GGUF, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if "tokenizer.chat_template" not in file.metadata:
+        return None
+    from edgeinfer.formats.chat import ChatTemplate  # brings Jinja, which raw prompts do not need
+
+    return ChatTemplate.from_metadata(file.metadata, tokenizer, file.path)

@@ -1,0 +1,1 @@
+"""One file an architecture; the file name is the value of general.architecture."""

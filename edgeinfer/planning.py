@@ -1,0 +1,81 @@
+"""What a model will need, from its header alone, before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from edgeinfer import machine
+from edgeinfer.config import ModelConfig
+from edgeinfer.errors import MemoryLimitError
+from edgeinfer.formats.gguf import GGUF, open_gguf
+from edgeinfer.kernels.packing import ROWS, SPAN, Packing
+from edgeinfer.kv import sequence_bytes
+
+DEFAULT_CONTEXT = 4096
+DEFAULT_CHUNK = 512
+WANTED_ROWS = 64  # rows whose logits are computed at once
+_PROCESS = 110 << 20  # Python, its packages, a tokenizer: measured, see tests/runtime/test_memory.py
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of memory. kv: one sequence with a full context. available: free now, None where the system does not say."""
+
+    context: int
+    weights: int
+    kv: int
+    scratch: int
+    process: int
+    available: int | None
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.scratch + self.process
+
+    @property
+    def fits(self) -> bool:
+        return self.available is None or self.total <= self.available
+
+    def require(self) -> None:
+        """Raises MemoryLimitError where it does not fit."""
+        if not self.fits:
+            raise MemoryLimitError(self.total, self.available or 0)
+
+
+def choose_context(config: ModelConfig, context: int | None) -> int:
+    """The context to use: what was asked for, else the trained one, at most 4096. Raises ValueError out of range."""
+    if context is None:
+        return min(config.context, DEFAULT_CONTEXT)
+    if not 0 < context <= config.context:
+        raise ValueError(f"a context of {context} tokens; this model was trained for 1 to {config.context}")
+    return context
+
+
+def plan(path: str | os.PathLike[str], context: int | None = None, chunk: int = DEFAULT_CHUNK) -> Plan:
+    """What loading the file with that context takes. Raises ModelFormatError, and ValueError for a context out of range."""
+    with open_gguf(path) as file:
+        config = ModelConfig.from_gguf(file)
+        return plan_for(file, config, choose_context(config, context), chunk)
+
+
+def plan_for(file: GGUF, config: ModelConfig, context: int, chunk: int) -> Plan:
+    tied = "output.weight" not in file.tensors
+    weights = 0
+    for name, tensor in file.tensors.items():
+        if name == "token_embd.weight" and not tied:
+            continue  # only looked up: it stays in the file's map
+        packing = Packing.by_name.get(tensor.type.name)
+        if packing and len(tensor.shape) == 2:
+            weights += -(-tensor.shape[0] // ROWS) * packing.tile_bytes(tensor.shape[1])
+        else:
+            weights += tensor.nbytes
+    # rows of f32 and their quantized form, by role: see kernels.program.Builder
+    wide = config.heads * config.head_dim
+    roles = 3 * config.embedding + 2 * wide + 2 * config.kv_heads * config.head_dim + 3 * config.feed_forward
+    quantized = (config.embedding + wide + config.feed_forward) * (SPAN + 16) // SPAN
+    logits = WANTED_ROWS * (config.vocabulary * 4 + config.embedding * 6)
+    tables = len(set(config.ropes)) * context * config.rope_dims * 4
+    scratch = chunk * (roles * 4 + quantized) + logits + tables
+    kv = sequence_bytes(config, context, chunk)
+    return Plan(context, weights, kv, scratch, _PROCESS, machine.available_memory())

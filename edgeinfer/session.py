@@ -1,0 +1,80 @@
+"""A chat: the messages so far, in the model's own template, and the part of them that the KV cache already holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from edgeinfer.errors import ContextLengthError
+from edgeinfer.reply import Cached, Reply
+from edgeinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from edgeinfer.formats.chat import ChatTemplate
+    from edgeinfer.model import Model
+
+
+class Session:
+    """Made by Model.session(). One reply at a time; several sessions of a model may run in several threads.
+
+    Attributes: messages (list of {"role", "content"}), system, context.
+    """
+
+    def __init__(self, model: Model, template: ChatTemplate, context: int | None, system: str | None) -> None:
+        if context is not None and not 0 < context <= model.context:
+            raise ValueError(f"a context of {context} tokens; the model was loaded with one of {model.context}")
+        self._model, self._template = model, template
+        self.context = context or model.context
+        self.system = system
+        self._cached: Cached | None = Cached(model.cache.open(), [])
+        self._busy = threading.Lock()
+        self.messages: list[dict[str, Any]] = []
+        self.reset()
+
+    def send(self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = (), **sampling: Any) -> Reply:
+        """A Reply to the message, generated as it is iterated; then both are part of the conversation.
+
+        sampling: fields of SamplingParams. Raises ContextLengthError when the conversation does not fit (it is unchanged
+        then), TemplateError when the template refuses it, RuntimeError while another reply runs.
+        """
+        if self._cached is None:
+            raise ValueError("the session is closed")
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self._template.encode(messages)
+        if len(ids) >= self.context:
+            raise ContextLengthError(len(ids), self.context)
+        params = SamplingParams(**sampling)
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("another reply of this session is still running; finish or cancel it first")
+
+        def finished(reply: Reply) -> None:
+            self.messages = [*messages, {"role": "assistant", "content": reply.text}]
+            self._busy.release()
+
+        try:
+            return Reply(self._model, ids, self._cached, max_tokens, stop, params, finished, self.context)
+        except BaseException:
+            self._busy.release()
+            raise
+
+    def render(self, text: str) -> str:
+        """What sending this message would show the model, as text."""
+        return self._template.render([*self.messages, {"role": "user", "content": text}])
+
+    def reset(self) -> None:
+        """Begin anew, with the same system message."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def close(self) -> None:
+        """Give the session's pages back. Closing the model does so too."""
+        if self._cached is not None and not self._model.closed:
+            self._model.cache.close(self._cached.sequence)
+        self._cached = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Kernels for CPUs: vector code emitted through llvmlite inside loops compiled by Numba."""
