@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgeinfer.apps.loading import Context, ModelName, Threads, arguments_checked, open_model
-from edgeinfer.apps.run import Seed, Temperature, given, read_text, require_template
+from edgeinfer.apps.run import MIN_P, TEMPERATURE, TOP_K, TOP_P, Seed, Temperature, read_text, require_template
 from edgeinfer.apps.terminal import ctrl_c_cancels, notice, printable
 from edgeinfer.library import DEFAULT_MODEL
 
@@ -32,7 +32,7 @@ A pasted text is one message, whatever its lines. Alt-Enter begins a new line. C
 def chat(
     model: ModelName = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")] = None,
-    temperature: Temperature = None,
+    temperature: Temperature = TEMPERATURE,
     seed: Seed = None,
     threads: Threads = None,
     context: Context = None,
@@ -49,7 +49,8 @@ def chat(
     with open_model(model, threads, context) as loaded:
         require_template(loaded)
         opening = None if system is None else read_text(system)
-        talk = Conversation(loaded, opening, given(temperature=temperature, seed=seed), show_prompt)
+        sampling = {"temperature": temperature, "top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P, "seed": seed}
+        talk = Conversation(loaded, opening, sampling, show_prompt)
         if at_terminal:
             _at_terminal(talk)
         else:

@@ -120,4 +120,4 @@ def tokenize(
         tokenizer = Tokenizer.from_metadata(file.metadata, path)
     for token in tokenizer.encode(read_text(text), special=special):
         piece = tokenizer.token_bytes(token).decode("utf-8", "backslashreplace") or tokenizer.text(token)
-        print(f"{token}\t{json.dumps(piece, ensure_ascii=False)}")
+        print(f"{token}\t{printable(json.dumps(piece, ensure_ascii=False))}")

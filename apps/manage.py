@@ -41,9 +41,11 @@ def warmup(
 
 
 def doctor() -> None:
-    """Check this machine: CPU features, kernels chosen, cache folders, a self-test."""
+    """Check this machine: CPU features, kernels chosen, cache folders, a self-test (exit code 1 where it fails)."""
     import edgeinfer
     from edgeinfer.library import cache_folder
 
     report = {**edgeinfer.doctor_report(), "models": cache_folder()}
     print_table("edgeinfer", ["", ""], [(key, value) for key, value in report.items()])
+    if not str(report["self-test"]).startswith("passed"):
+        raise typer.Exit(1)

@@ -15,7 +15,10 @@ from edgeinfer.apps.terminal import ctrl_c_cancels, printable
 if TYPE_CHECKING:
     from edgeinfer import Model, Reply
 
-Temperature = Annotated[float | None, typer.Option("--temp", min=0.0, help="0 always takes the likeliest token.")]
+# how a conversation is sampled unless asked otherwise; the library's own default is greedy
+TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.7, 40, 0.95, 0.05
+
+Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="0 always takes the likeliest token.")]
 Seed = Annotated[
     int | None, typer.Option("--seed", min=0, help="The same seed gives the same text; default: a fresh one.")
 ]
@@ -29,14 +32,14 @@ def run(
     max_tokens: Annotated[
         int | None, typer.Option("-n", "--max-tokens", min=1, help="Generate at most this many tokens.")
     ] = None,
-    temperature: Temperature = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Draw from the k likeliest tokens; 0: from all.")] = None,
+    temperature: Temperature = TEMPERATURE,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0: from all.")] = TOP_K,
     top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that hold this probability.")
-    ] = None,
+        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that hold this probability.")
+    ] = TOP_P,
     min_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Drop tokens below this share of the likeliest one.")
-    ] = None,
+        float, typer.Option(min=0.0, max=1.0, help="Drop tokens below this share of the likeliest one.")
+    ] = MIN_P,
     seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
@@ -53,7 +56,7 @@ def run(
     Stdout holds the answer only, so it can be piped: `git diff | edgeinfer run MODEL > summary.txt`.
     """
     text = read_text(prompt)
-    sampling = given(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     with open_model(model, threads, context) as loaded:
         if not raw:
             require_template(loaded)
@@ -70,11 +73,6 @@ def read_text(argument: str | None) -> str:
     if argument is None or argument == "-":
         return sys.stdin.read()
     return os.fsencode(argument).decode("utf-8")  # the argument's own bytes: Python decoded them by the locale
-
-
-def given(**options: float | None) -> dict[str, Any]:
-    """The options that were given; the others stay the library's business."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def require_template(model: Model) -> None:

@@ -66,13 +66,14 @@ class ProgressLine:
     def __init__(self, what: str = "") -> None:
         self._on, self._what = sys.stderr.isatty(), what
         self._shown_at = self._began = time.monotonic()
+        self._drawn = False
         self._first: int | None = None  # bytes that an earlier run had fetched
 
     def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._on:
+        if self._drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def stage(self, name: str, fraction: float) -> None:
@@ -94,7 +95,7 @@ class ProgressLine:
     def _show(self, text: str) -> None:
         now = time.monotonic()
         if self._on and now - self._shown_at >= 0.1:
-            self._shown_at = now
+            self._shown_at, self._drawn = now, True
             print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from edgeinfer.formats.errors import ModelFormatError
 from edgeinfer.formats.gguf import GGUF
 from edgeinfer.rope import RopeScaling
@@ -110,13 +112,17 @@ class _Reader:
         if self.integer("attention.value_length", head_dim) != head_dim:
             raise self.error(f"{arch}.attention.value_length differs from key_length {head_dim}; that is not supported")
         if head_dim % 16:
-            raise self.error(f"heads of size {head_dim}; supported are multiples of 16")
+            raise self.error(
+                f"heads of size {head_dim} ({arch}.attention.key_length, or embedding_length / attention.head_count);"
+                " supported are multiples of 16"
+            )
         rope_dims = self.integer("rope.dimension_count", head_dim)
         if rope_dims % 2 or rope_dims > head_dim:
             raise self.error(f"{arch}.rope.dimension_count is {rope_dims}; expected an even number up to {head_dim}")
         for key in ("attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping", "final_logit_softcapping",
                     "logit_scale", "residual_scale", "expert_count", "embedding_scale", "attention.scale"):  # fmt: skip
-            if self.file.metadata.get(f"{arch}.{key}"):
+            value = self.file.metadata.get(f"{arch}.{key}")
+            if isinstance(value, (list, np.ndarray)) or value:
                 raise self.error(f"{arch}.{key} is set, and {arch} models that use it are not supported")
         windows, ropes = self._layers(layers)
         table = self.file.tensors.get("token_embd.weight")
@@ -132,7 +138,7 @@ class _Reader:
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope_dims=rope_dims,
-            epsilon=self.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
+            epsilon=self.number("attention.layer_norm_rms_epsilon", low=1e-12, high=1.0),
             context=self.integer("context_length"),
             windows=windows,
             ropes=ropes,
@@ -143,13 +149,13 @@ class _Reader:
 
     def _layers(self, layers: int) -> tuple[tuple[int, ...], tuple[LayerRope, ...]]:
         scaling = self._scaling()
-        everywhere = LayerRope(self.number("rope.freq_base", 10000.0, low=1.0), scaling)
+        everywhere = LayerRope(self.number("rope.freq_base", 10000.0, low=2.0), scaling)
         window = self.integer("attention.sliding_window", 0)
         if self.architecture == "gemma3":
             if window < 1:
                 raise self.error("gemma3.attention.sliding_window is missing")
             # five local layers, then a global one; local layers have a base of their own and no scaling
-            local = LayerRope(self.number("rope.freq_base_swa", 10000.0, low=1.0), RopeScaling())
+            local = LayerRope(self.number("rope.freq_base_swa", 10000.0, low=2.0), RopeScaling())
             windows = tuple(window if i % 6 < 5 else 0 for i in range(layers))
             return windows, tuple(local if w else everywhere for w in windows)
         # qwen2 and qwen3 files may carry a window that their models do not use
@@ -157,20 +163,20 @@ class _Reader:
         return windows, (everywhere,) * layers
 
     def _scaling(self) -> RopeScaling:
-        arch, metadata = self.architecture, self.file.metadata
-        kind = metadata.get(f"{arch}.rope.scaling.type", "none")
-        legacy = metadata.get(f"{arch}.rope.scale_linear")
-        if kind == "none" and legacy:
+        arch = self.architecture
+        kind = self.file.get(f"{arch}.rope.scaling.type", str, "none")
+        if kind == "none" and f"{arch}.rope.scale_linear" in self.file.metadata:
             return RopeScaling("linear", self.number("rope.scale_linear", low=1e-3))
         options: dict[str, Any] = {}
         if kind in ("llama3", "yarn"):
             options["original"] = self.integer("rope.scaling.original_context_length")
         if kind == "llama3":
-            options["low_freq_factor"] = self.number("rope.scaling.low_freq_factor", 1.0)
-            options["high_freq_factor"] = self.number("rope.scaling.high_freq_factor", 4.0)
+            low = self.number("rope.scaling.low_freq_factor", 1.0, low=1e-3)
+            options["low_freq_factor"] = low
+            options["high_freq_factor"] = self.number("rope.scaling.high_freq_factor", 4.0, low=low + 1e-3)
         if kind == "yarn":
-            options["beta_fast"] = self.number("rope.scaling.yarn_beta_fast", 32.0)
-            options["beta_slow"] = self.number("rope.scaling.yarn_beta_slow", 1.0)
+            options["beta_fast"] = self.number("rope.scaling.yarn_beta_fast", 32.0, low=1e-3)
+            options["beta_slow"] = self.number("rope.scaling.yarn_beta_slow", 1.0, low=1e-3)
             options["attention_factor"] = self.number("rope.scaling.attn_factor", 1.0)
         factor = 1.0 if kind == "none" else self.number("rope.scaling.factor", low=1e-3)
         try:

@@ -7,8 +7,9 @@ windows just the window and one step. Positions are absolute; slots are derived 
 from __future__ import annotations
 
 import mmap
+import os
+import sys
 import threading
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +46,7 @@ class _Group:
         self.ring = ring_pages(window, context, step)
         self.page_bytes = page_bytes(config, config.windows.count(window))
         count = self.ring * MAX_SEQUENCES
-        self._map = mmap.mmap(-1, count * self.page_bytes)  # zeroed, and given memory page by page as it is written
+        self._map = _reserved(count * self.page_bytes)
         self.arena = np.frombuffer(self._map, np.uint8).reshape(count, self.page_bytes)
         self.table = np.zeros((MAX_SEQUENCES, self.ring), np.int64)
         self.free = list(range(count - 1, -1, -1))
@@ -59,12 +60,22 @@ class _Group:
         self.free.append(page)
 
 
+def _reserved(nbytes: int) -> mmap.mmap:
+    """Zeros that take memory page by page as they are written, private to this process: a forked child gets a copy."""
+    if os.name != "posix":
+        return mmap.mmap(-1, nbytes)
+    # most of it is never written: do not count it against the system's promises (Python names the flag from 3.13 on)
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+
+
 @dataclass
 class CacheSequence:
     """One sequence's place in the cache. `length` tokens are in it; only the session that owns it moves that."""
 
     index: int
     length: int = 0
+    written: int = 0  # tokens ever placed, also by steps that were cancelled: in a ring they took the place of earlier ones
     pages: int = 0  # slots of the longest ring that have a page
 
 
@@ -78,7 +89,8 @@ class KVCache:
         self._windows = config.windows
         self._layer_bytes = page_bytes(config, 1)
         self._free = list(range(MAX_SEQUENCES - 1, -1, -1))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a forgotten reply is closed by the garbage collector, wherever that runs
+        self._freed = False
 
     def layers(self) -> list[LayerPages]:
         """Where each layer's pages are, for the builder."""
@@ -90,8 +102,9 @@ class KVCache:
         return places
 
     def open(self) -> CacheSequence:
-        """A new, empty sequence. Raises RuntimeError when MAX_SEQUENCES are open."""
+        """A new, empty sequence. Raises RuntimeError when MAX_SEQUENCES are open, ValueError once freed."""
         with self._lock:
+            self._check_open()
             if not self._free:
                 raise RuntimeError(f"{MAX_SEQUENCES} sequences are open on this model; close a session first")
             return CacheSequence(self._free.pop())
@@ -102,6 +115,7 @@ class KVCache:
             raise ValueError(f"{tokens} tokens; the context holds {self.context}")
         wanted = -(-tokens // PAGE)
         with self._lock:
+            self._check_open()
             for group in self._groups.values():
                 for slot in range(min(sequence.pages, group.ring), min(wanted, group.ring)):
                     group.table[sequence.index, slot] = group.free.pop()
@@ -113,20 +127,27 @@ class KVCache:
             raise ValueError(f"cannot go from {sequence.length} tokens back to {length}")
         for window, group in self._groups.items():
             kept_from = max(0, length - window + 1) if window else 0
-            if kept_from < sequence.length - group.ring * PAGE:
+            if length and kept_from < sequence.written - group.ring * PAGE:
                 raise ValueError(f"tokens {kept_from}.. have left the ring; re-read the text instead")
         sequence.length = length
+        if length == 0:
+            sequence.written = 0
 
     def close(self, sequence: CacheSequence) -> None:
+        """Give the pages back. A sequence is closed once."""
         with self._lock:
             for group in self._groups.values():
                 for slot in range(min(sequence.pages, group.ring)):
                     group.release(int(group.table[sequence.index, slot]))
-            sequence.pages = sequence.length = 0
+            sequence.pages = sequence.length = sequence.written = 0
             self._free.append(sequence.index)
 
+    def free(self) -> None:
+        """Let go of every page; what is open stays harmless, and nothing can be opened any more."""
+        with self._lock:
+            self._freed = True
+            self._groups = {}
 
-def check_step(positions: SequenceOf[int], context: int) -> None:
-    """Raises ValueError for a position outside the context: kernels would write outside their pages."""
-    if min(positions) < 0 or max(positions) >= context:
-        raise ValueError(f"positions must lie in 0..{context - 1}")
+    def _check_open(self) -> None:
+        if self._freed:
+            raise ValueError("the model is closed")

@@ -28,7 +28,9 @@ def available_memory() -> int | None:
             limits.append(int(line.split()[1]) * 1024)
     most, used = _read(_GROUP / "memory.max"), _read(_GROUP / "memory.current")
     if most and used and most != "max":
-        limits.append(max(0, int(most) - int(used)))
+        # files that were read count as used, though the system drops them when memory is wanted
+        details = dict(line.split() for line in (_read(_GROUP / "memory.stat") or "").splitlines())
+        limits.append(max(0, int(most) - int(used) + int(details.get("inactive_file", 0))))
     try:
         import resource
     except ImportError:  # not a POSIX system

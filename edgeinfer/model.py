@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +25,7 @@ from edgeinfer.kernels.jit import Code, code
 from edgeinfer.kernels.levels import LEVELS, native_level
 from edgeinfer.kernels.program import Builder, Program
 from edgeinfer.kernels.step import Step
+from edgeinfer.kernels.team import Cancelled
 from edgeinfer.kv import KVCache
 from edgeinfer.library import resolve
 from edgeinfer.models._transformer import Network
@@ -30,6 +33,7 @@ from edgeinfer.planning import DEFAULT_CHUNK, WANTED_ROWS, choose_context, plan_
 from edgeinfer.reply import Reply
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.session import Session
+from edgeinfer.weights import ROPE_FACTORS, FileWeights, check_tensors
 
 if TYPE_CHECKING:
     from edgeinfer.formats.chat import ChatTemplate
@@ -71,6 +75,7 @@ class Model:
                  progress: Progress | None, level: str | None, begun: float) -> None:  # fmt: skip
         self.path, self._file = path, file
         self.config = ModelConfig.from_gguf(file)
+        check_tensors(file, self.config)
         self.context = choose_context(self.config, context)
         if not 0 < chunk <= 4096:
             raise ValueError(f"a chunk of {chunk} tokens; expected 1 to 4096")
@@ -98,31 +103,22 @@ class Model:
         self.compiled = kernels.compiled[already:]
         self._bandwidth: float | None = None
         self._steps = threading.Lock()  # the rotary tables grow between steps
+        self._closing = threading.Lock()
         self.load_seconds = time.perf_counter() - begun
 
     def _record(self, kernels: Code, progress: Progress | None) -> tuple[Program, Network]:
-        from edgeinfer.weights import FileWeights
-
         file, config = self._file, self.config
         weights = FileWeights(file, (lambda done: progress("weights", done)) if progress else None)
         builder = Builder(kernels, weights, Step(self.chunk, min(WANTED_ROWS, self.chunk)), self._cache.layers())
-        factors = file.array("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
-        network = Network(config, builder, self.context, "output.weight" not in file.tensors, factors)
+        factors = file.array(ROPE_FACTORS) if ROPE_FACTORS in file.tensors else None
         try:
+            network = Network(config, builder, self.context, "output.weight" not in file.tensors, factors)
             import_module(f"edgeinfer.models.{config.architecture}").describe(network)
         except ValueError as error:
             raise ModelFormatError(file.path, str(error)) from error
         weights.finish()
         builder.compile((lambda done: progress("kernels", done)) if progress else None)
-        return Program(builder, self.threads, self._lookup, config.vocabulary), network
-
-    def _lookup(self, tokens: np.ndarray) -> np.ndarray:
-        """Embeddings f32 (n, embedding) of token ids, decoded from the file's own rows."""
-        table = self._file.tensors["token_embd.weight"]
-        rows = table.type.decode(self._file.raw("token_embd.weight")[tokens])
-        if self.config.embedding_scale != 1.0:
-            rows = rows * np.float32(self.config.embedding_scale)
-        return rows
+        return Program(builder, self.threads, partial(_embeddings, file, config.embedding_scale), config.vocabulary), network
 
     def __enter__(self) -> Model:
         return self
@@ -132,11 +128,14 @@ class Model:
 
     def close(self) -> None:
         """Cancel what is running, wait for it, and free the memory."""
-        if self._program.closed:
-            return
-        self._program.close()
-        self._file.close()
-        del self._cache, self._network
+        with self._closing:
+            if self._program.closed:
+                return
+            self._program.close()
+            self._cache.free()
+            self._file.close()
+            with self._steps:
+                del self._network
 
     @property
     def closed(self) -> bool:
@@ -175,6 +174,8 @@ class Model:
     def _logits(self, batch: list[list[int]]) -> list[np.ndarray]:
         for ids in batch:
             self.check_length(len(ids))
+        if self.closed:
+            raise ValueError("the model is closed")
         out = [np.empty((len(ids), self.config.vocabulary), np.float32) for ids in batch]
         sequences = []
         try:
@@ -193,6 +194,8 @@ class Model:
                     [batch[b][i] for b, i in part], [i for _, i in part], [sequences[b].index for b, _ in part],
                     range(len(part)), take,
                 )  # fmt: skip
+        except Cancelled as error:
+            raise ValueError(str(error)) from None
         finally:
             for sequence in sequences:
                 self._cache.close(sequence)
@@ -200,12 +203,15 @@ class Model:
 
     def step(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], wanted: Sequence[int],
              take: Callable[[int, np.ndarray], None], cancelled: threading.Event | None = None) -> None:  # fmt: skip
-        """One step of the program, for sequences whose pages are reserved. See kernels.program.Program.forward."""
+        """One step of the program, for sequences whose pages are reserved. See kernels.program.Program.forward.
+
+        Raises Cancelled once `cancelled` is set or the model is closed.
+        """
         if min(positions) < 0 or max(positions) >= self.context:
             raise ValueError(f"positions must lie in 0..{self.context - 1}")
-        if self._program.closed:
-            raise ValueError("the model is closed")
         with self._steps:
+            if self._program.closed:
+                raise Cancelled("the model is closed")
             for table in self._network.tables.values():
                 table.reach(max(positions) + 1)
         self._program.forward(*(np.asarray(x, np.int64) for x in (tokens, positions, sequences)), wanted, take, cancelled)
@@ -225,12 +231,25 @@ class Model:
         """Wake a step that is running, so that it sees its cancellation."""
         self._program.stop()
 
-    def bandwidth_share(self, tokens_per_second: float) -> float:
-        """Which share of the memory's read bandwidth one-row decoding at that speed uses; measured once, on the weights."""
+    def bandwidth_share(self, tokens_per_second: float) -> float | None:
+        """Which share of the memory's read bandwidth one-row decoding at that speed uses; measured once, on the weights.
+
+        None when the model was closed before it was measured.
+        """
+        with self._closing:
+            while self._bandwidth is None and not self.closed:
+                with suppress(Cancelled):  # meant for a reply
+                    self._bandwidth = self._program.read_bandwidth()
         if self._bandwidth is None:
-            self._bandwidth = self._program.read_bandwidth()
+            return None
         share = tokens_per_second * self._program.weight_bytes / self._bandwidth
         return share if math.isfinite(share) else 0.0
+
+
+def _embeddings(file: GGUF, scale: float, tokens: np.ndarray) -> np.ndarray:
+    """f32 (n, embedding) of token ids, decoded from the file's own rows."""
+    rows = file.tensors["token_embd.weight"].type.decode(file.raw("token_embd.weight")[tokens])
+    return rows if scale == 1.0 else rows * np.float32(scale)
 
 
 def _template(file: GGUF, tokenizer: Tokenizer) -> ChatTemplate | None:

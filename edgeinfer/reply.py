@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgeinfer.errors import EdgeInferError
 from edgeinfer.kernels.team import Cancelled
 from edgeinfer.kv import CacheSequence
 from edgeinfer.sampling import Sampler, SamplingParams
@@ -59,6 +58,8 @@ class Reply:
         if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0):
             raise ValueError(f"max_tokens is {max_tokens!r}; expected a whole number of 0 or more")
         model.check_length(len(prompt))
+        if model.closed:
+            raise ValueError("the model is closed")
         outside = [token for token in prompt if not 0 <= token < model.config.vocabulary]
         if outside:
             raise ValueError(f"token {outside[0]} is outside the vocabulary of {model.config.vocabulary}")
@@ -69,31 +70,59 @@ class Reply:
         self._text = TextStream(model.tokenizer.token_bytes, stop)
         self._cancelled = threading.Event()
         self._pieces: list[str] = []
-        self._started = False
+        self._advancing = threading.Lock()  # held while the generator runs
+        self._generator: Generator[str, None, None] | None = None  # made on first use: it holds the reply, a cycle
         self.seed = self._sampler.seed
         self.tokens: list[int] = []
         self.prompt_tokens, self.cached_tokens = len(prompt), 0
         self.finish_reason: str | None = None
         self._begun = self._prefilled = self._last = 0.0
-        self._generator = self._run()
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        piece = next(self._generator)
-        self._pieces.append(piece)
-        return piece
+        with self._advancing:
+            if self._generator is None:
+                if self.finish_reason is not None:
+                    raise StopIteration
+                self._generator = self._run()
+            piece = next(self._generator)
+            self._pieces.append(piece)
+            return piece
+
+    def __del__(self) -> None:
+        if getattr(self, "_generator", self) is None:
+            self.cancel()
 
     @property
     def text(self) -> str:
         return "".join(self._pieces)
 
     def cancel(self) -> None:
-        """End the reply now, in mid-step if need be; what was generated stays."""
+        """End the reply now, in mid-step if need be; what was generated stays. One never begun leaves no trace."""
         self._cancelled.set()
-        if self._started and self.finish_reason is None:
-            self._model.stop_step()
+        if not self._advancing.acquire(blocking=False):
+            self._model.stop_step()  # it runs, and will see that it is cancelled
+            return
+        try:
+            if self._generator is not None:
+                self._generator.close()
+            elif self.finish_reason is None:
+                self._end()
+        finally:
+            self._advancing.release()
+
+    @property
+    def started(self) -> bool:
+        return self._generator is not None
+
+    def _end(self) -> None:
+        if self.finish_reason is None:  # the caller stopped iterating
+            self.finish_reason = "cancelled"
+            self._pieces.append(self._text.finish())
+        if self._finished:
+            self._finished(self)
 
     @property
     def timings(self) -> Timings:
@@ -109,11 +138,10 @@ class Reply:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             generated_tokens=n,
-            bandwidth_share=self._model.bandwidth_share(decode_tps) if decode_tps and not self._model.closed else None,
+            bandwidth_share=self._model.bandwidth_share(decode_tps) if decode_tps else None,
         )
 
-    def _run(self) -> Iterator[str]:
-        self._started = True
+    def _run(self) -> Generator[str, None, None]:
         own = self._cached is None
         state = self._cached or Cached(self._model.cache.open(), [])
         try:
@@ -121,22 +149,21 @@ class Reply:
                 if piece := self._text.push(token):
                     yield piece
                 if self._text.stopped is not None:
-                    self.finish_reason = "stop"
                     break
-            if self.finish_reason is None:
+            rest = self._text.finish()  # may complete a stop string that was waited for
+            if self._text.stopped is not None:
+                self.finish_reason = "stop"
+            elif self.finish_reason is None:
                 self.finish_reason = "cancelled" if self._cancelled.is_set() else "length"
-            if piece := self._text.finish():
-                yield piece
-        except EdgeInferError:
+            if rest:
+                yield rest
+        except Exception:
             self.finish_reason = "error"
             raise
         finally:
-            if self.finish_reason is None:  # the caller stopped iterating
-                self.finish_reason = "cancelled"
-            if own and not self._model.closed:
+            if own:
                 self._model.cache.close(state.sequence)
-            if self._finished:
-                self._finished(self)
+            self._end()
 
     def _generate(self, state: Cached) -> Iterator[int]:
         """Yield tokens to show; sets finish_reason when the model ends its turn."""
@@ -179,6 +206,7 @@ class Reply:
             last = first + len(part) == len(tokens)
             positions = range(sequence.length, sequence.length + len(part))
             wanted = [len(part) - 1] if last else []
+            sequence.written = max(sequence.written, sequence.length + len(part))
             model.step(part, positions, [sequence.index] * len(part), wanted, take, self._cancelled)
             sequence.length += len(part)
             state.tokens.extend(part)

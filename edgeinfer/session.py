@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,18 +31,21 @@ class Session:
         self.system = system
         self._cached: Cached | None = Cached(model.cache.open(), [])
         self._busy = threading.Lock()
+        self._reply: weakref.ref[Reply] | None = None
         self.messages: list[dict[str, Any]] = []
         self.reset()
 
     def send(self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = (), **sampling: Any) -> Reply:
         """A Reply to the message, generated as it is iterated; then both are part of the conversation.
 
-        sampling: fields of SamplingParams. Raises ContextLengthError when the conversation does not fit (it is unchanged
-        then), TemplateError when the template refuses it, RuntimeError while another reply runs.
+        So they are when the reply is cancelled; after an error, or when reset() or `messages` were used meanwhile, the
+        conversation is not touched. sampling: fields of SamplingParams. Raises ContextLengthError when it does not fit,
+        TemplateError when the template refuses it, RuntimeError while another reply runs; it is unchanged then.
         """
         if self._cached is None:
             raise ValueError("the session is closed")
         messages = [*self.messages, {"role": "user", "content": text}]
+        before = self.messages
         ids = self._template.encode(messages)
         if len(ids) >= self.context:
             raise ContextLengthError(len(ids), self.context)
@@ -50,11 +54,14 @@ class Session:
             raise RuntimeError("another reply of this session is still running; finish or cancel it first")
 
         def finished(reply: Reply) -> None:
-            self.messages = [*messages, {"role": "assistant", "content": reply.text}]
+            if reply.started and reply.finish_reason != "error" and self.messages is before:
+                self.messages = [*messages, {"role": "assistant", "content": reply.text}]
             self._busy.release()
 
         try:
-            return Reply(self._model, ids, self._cached, max_tokens, stop, params, finished, self.context)
+            reply = Reply(self._model, ids, self._cached, max_tokens, stop, params, finished, self.context)
+            self._reply = weakref.ref(reply)
+            return reply
         except BaseException:
             self._busy.release()
             raise
@@ -68,10 +75,14 @@ class Session:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def close(self) -> None:
-        """Give the session's pages back. Closing the model does so too."""
-        if self._cached is not None and not self._model.closed:
-            self._model.cache.close(self._cached.sequence)
-        self._cached = None
+        """Cancel the reply that runs, and give the session's pages back. Closing the model does so too."""
+        cached, self._cached = self._cached, None
+        if cached is None:
+            return
+        if reply := self._reply and self._reply():
+            reply.cancel()
+        with self._busy:
+            self._model.cache.close(cached.sequence)
 
     def __enter__(self) -> Session:
         return self

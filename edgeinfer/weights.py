@@ -6,12 +6,64 @@ from collections.abc import Callable
 
 import numpy as np
 
+from edgeinfer.config import ModelConfig
 from edgeinfer.formats.errors import ModelFormatError
 from edgeinfer.formats.gguf import GGUF
 from edgeinfer.kernels.packing import ROWS, Packing
 
 _BLOCK_ROWS = 4096  # rows packed at a time: bounds what packing needs beside its result
-_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # taken by the rotary tables
+ROPE_FACTORS = "rope_freqs.weight"  # taken by the rotary tables
+
+
+def check_tensors(file: GGUF, config: ModelConfig) -> None:
+    """Raises ModelFormatError for a tensor whose shape is not what the hyper-parameters say: kernels check no bounds.
+
+    A tensor without a known role is left for FileWeights.finish to refuse.
+    """
+    size = {
+        "embedding_length": config.embedding,
+        "feed_forward_length": config.feed_forward,
+        "attention.key_length": config.head_dim,
+        "attention.head_count * key_length": config.heads * config.head_dim,
+        "attention.head_count_kv * key_length": config.kv_heads * config.head_dim,
+        "rope.dimension_count / 2": config.rope_dims // 2,
+        "vocabulary": config.vocabulary,
+    }
+    blocks = set()
+    for name, tensor in file.tensors.items():
+        *place, role, kind = ["", "", *name.rsplit(".", 2)]
+        dimensions = _SHAPES.get(role, ())
+        if kind == "bias":
+            dimensions = dimensions[:1]
+        if dimensions and tensor.shape != tuple(size[key] for key in dimensions):
+            wanted = ", ".join(f"{config.architecture}.{key} = {size[key]}" for key in dimensions)
+            raise ModelFormatError(file.path, f"{name} has shape {tensor.shape}; expected ({wanted})")
+        if not tensor.type.decodable:
+            raise ModelFormatError(file.path, f"{name} is {tensor.type.name}: expected weights")
+        if place[-1].startswith("blk."):
+            blocks.add(place[-1])
+    if len(blocks) != config.layers:
+        counted = f"{config.architecture}.block_count is {config.layers} and the file has tensors of {len(blocks)} blocks"
+        raise ModelFormatError(file.path, counted)
+
+
+_WIDE, _KV_WIDE = "attention.head_count * key_length", "attention.head_count_kv * key_length"
+_SHAPES = {  # role -> what its dimensions are; a bias has the first of its matrix
+    "token_embd": ("vocabulary", "embedding_length"),
+    "output": ("vocabulary", "embedding_length"),
+    "attn_q": (_WIDE, "embedding_length"),
+    "attn_k": (_KV_WIDE, "embedding_length"),
+    "attn_v": (_KV_WIDE, "embedding_length"),
+    "attn_output": ("embedding_length", _WIDE),
+    "ffn_gate": ("feed_forward_length", "embedding_length"),
+    "ffn_up": ("feed_forward_length", "embedding_length"),
+    "ffn_down": ("embedding_length", "feed_forward_length"),
+    "attn_q_norm": ("attention.key_length",),
+    "attn_k_norm": ("attention.key_length",),
+    "rope_freqs": ("rope.dimension_count / 2",),
+    **dict.fromkeys(("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"), ("embedding_length",)),
+    "output_norm": ("embedding_length",),
+}
 
 
 class FileWeights:
@@ -19,7 +71,7 @@ class FileWeights:
 
     def __init__(self, file: GGUF, progress: Callable[[float], None] | None = None) -> None:
         self._file = file
-        self._left = {name for name in file.tensors if name not in _UNUSED}
+        self._left = {name for name in file.tensors if name != ROPE_FACTORS}
         self._total = sum(t.nbytes for t in file.tensors.values())
         self._done = 0
         self._progress = progress

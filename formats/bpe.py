@@ -1,7 +1,7 @@
 """Byte-level BPE cutting of text: the tokenizer of Llama 3, Qwen, SmolLM, GPT-2, DeepSeek, Falcon and StarCoder.
 
-The `tokenizers` library does the work, fed with the file's own tokens and merges. GGUF only names the pre-tokenizer (the rules that
-split text into words before merging), so the rules are listed here, each as published in the tokenizer.json of its family.
+The `tokenizers` library does the work, fed with the file's own tokens and merges. GGUF only names the pre-tokenizer
+(the rules that split text into words before merging): they are listed here as published in each tokenizer.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class PreTokenizer:
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # The GPT-4 pattern, of which most later families change only how letters and digits group.
-_GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?LETTERS|DIGITS| ?[^\sSYMBOLS\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?LETTERS|DIGITS"
+    r"| ?[^\sSYMBOLS\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _gpt4(digits: str, letters: str = r"\p{L}") -> str:
@@ -86,7 +89,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 class BpeCutter:
-    """Cuts text without markers into token ids. Raises TokenizerError for an unknown pre-tokenizer or a broken vocabulary."""
+    """Cuts text without markers into token ids. TokenizerError for an unknown pre-tokenizer or a broken vocabulary."""
 
     def __init__(self, vocab: Vocabulary) -> None:
         import tokenizers
@@ -104,16 +107,18 @@ class BpeCutter:
         self._missing = bytes(byte for byte, char in enumerate(_BYTE_CHARS) if char not in normal)
         self._tokenizer = tokenizers.Tokenizer(model)
         splits = [pre_tokenizers.Split(tokenizers.Regex(step), "isolated") for step in pre.steps]
-        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
 
     def cut(self, text: str) -> list[int]:
-        """Token ids of `text`. TokenizerError when a byte has no token (some vocabularies lack a few): the library would drop it."""
+        """Token ids of `text`. TokenizerError when a byte has no token (some lack a few): the library drops it."""
         raw = text.encode()
         if len(raw.translate(None, self._missing)) < len(raw):
             char = next(char for char in text if char.encode().translate(None, self._missing) != char.encode())
-            raise TokenizerError(f"the vocabulary has no token for a part of {char!r} (U+{ord(char):04X}): remove it from the text")
+            raise TokenizerError(
+                f"the vocabulary has no token for a part of {char!r} (U+{ord(char):04X}): remove it from the text"
+            )
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -129,7 +134,11 @@ def find_pre_tokenizer(vocab: Vocabulary) -> PreTokenizer:
     """The rules that the file names; TokenizerError when it names none or others than are listed here."""
     pre = PRE_TOKENIZERS.get(vocab.pre or "")
     if pre is None:
-        found = f"pre-tokenizer {vocab.pre!r:.60} is not supported" if vocab.pre else "tokenizer.ggml.pre, the pre-tokenizer's name, is missing"
+        found = (
+            f"pre-tokenizer {vocab.pre!r:.60} is not supported"
+            if vocab.pre
+            else "tokenizer.ggml.pre, the pre-tokenizer's name, is missing"
+        )
         raise TokenizerError(f"{vocab.path}: {found}; known: {', '.join(PRE_TOKENIZERS)}")
     return pre
 
@@ -138,7 +147,9 @@ def _merge_pairs(vocab: Vocabulary) -> list[tuple[str, str]]:
     pairs = [tuple(merge.split(" ")) for merge in vocab.merges]
     if not set(map(len, pairs)) <= {2}:
         wrong = next(i for i, pair in enumerate(pairs) if len(pair) != 2)
-        raise TokenizerError(f"{vocab.path}: merge {wrong} is {vocab.merges[wrong]!r:.60}: expected two pieces with a space between them")
+        raise TokenizerError(
+            f"{vocab.path}: merge {wrong} is {vocab.merges[wrong]!r:.60}: expected two pieces with a space between them"
+        )
     return cast("list[tuple[str, str]]", pairs)
 
 

@@ -1,4 +1,4 @@
-"""Finds tokens that are matched in text as whole strings, leftmost first and the longest of those that start together."""
+"""Finds tokens that are matched in text as whole strings, leftmost first, the longest of those that start together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Spans = Sequence[tuple[int, int]]  # (start, end) character ranges, ascending, n
 
 
 class Finder:
-    """Matches the keys of `words` in time linear in the text (times the number of lengths of words with one beginning)."""
+    """Matches the keys of `words` in time linear in the text, times the lengths of words with one beginning."""
 
     def __init__(self, words: Mapping[str, int], markers: Collection[int] = ()) -> None:
         """`markers`: the ids that must not be made of protected characters (see `find`)."""
@@ -22,12 +22,12 @@ class Finder:
                 lengths.append(len(word))
         for lengths in self._lengths.values():
             lengths.sort(reverse=True)
-        # An alternation of literals of one or two characters: nothing in it can backtrack. Two characters are tried first.
+        # Alternatives of one or two literal characters, two first: nothing in it can backtrack.
         starts = sorted(self._lengths, key=len, reverse=True)
         self._start = re.compile("|".join(map(re.escape, starts))) if starts else None
 
     def find(self, text: str, protected: Spans = ()) -> list[tuple[int, int, int]]:
-        """(start, end, id) of each match, in order; a marker is not matched where it would take in a protected character."""
+        """(start, end, id) of each match, in order; a marker is not matched where it takes in a protected character."""
         found: list[tuple[int, int, int]] = []
         ends = [end for _, end in protected]
         at = 0

@@ -16,15 +16,17 @@ _SPACE = "▁"
 
 
 class SpmCutter:
-    """Cuts text without markers into token ids. Raises TokenizerError when the vocabulary is not a sound SPM vocabulary."""
+    """Cuts text without markers into token ids. Raises TokenizerError when the vocabulary is not sound."""
 
     def __init__(self, vocab: Vocabulary) -> None:
         import sentencepiece
 
         if vocab.scores is None or not np.isfinite(vocab.scores).all():
-            raise TokenizerError(f"{vocab.path}: tokenizer.ggml.scores is missing or not finite: an SPM vocabulary needs a score for each token")
+            raise TokenizerError(
+                f"{vocab.path}: tokenizer.ggml.scores is missing or not finite: expected a score for each token"
+            )
         self._bytes = _byte_tokens(vocab)
-        self._tokens, self._types = vocab.tokens, vocab.types
+        self._tokens = vocab.tokens
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(_model_proto(vocab, vocab.scores))
@@ -40,8 +42,7 @@ class SpmCutter:
         """The bytes that a token stands for."""
         if token in self._bytes:
             return self._bytes[token]
-        text = self._tokens[token]
-        return (text.replace(_SPACE, " ") if self._types[token] == TokenType.NORMAL else text).encode()
+        return self._tokens[token].replace(_SPACE, " ").encode()
 
 
 def _byte_tokens(vocab: Vocabulary) -> dict[int, bytes]:
@@ -50,15 +51,19 @@ def _byte_tokens(vocab: Vocabulary) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     for i in np.flatnonzero(vocab.types == TokenType.BYTE).tolist():
         if vocab.tokens[i] not in values:
-            raise TokenizerError(f"{vocab.path}: token {i} is of type byte, but is named {vocab.tokens[i]!r:.40}: expected <0x00> to <0xFF>")
+            raise TokenizerError(
+                f"{vocab.path}: byte token {i} is named {vocab.tokens[i]!r:.40}: expected <0x00> to <0xFF>"
+            )
         found[i] = values[vocab.tokens[i]]
     if len(found) != 256:
-        raise TokenizerError(f"{vocab.path}: {len(found)} of 256 byte tokens: text outside the vocabulary could not be encoded")
+        raise TokenizerError(
+            f"{vocab.path}: {len(found)} of 256 byte tokens: text outside the vocabulary could not be encoded"
+        )
     return found
 
 
 def _model_proto(vocab: Vocabulary, scores: npt.NDArray[np.float32]) -> bytes:
-    """The vocabulary as a serialized ModelProto. Markers become control pieces, which the library never makes from text."""
+    """The vocabulary as a serialized ModelProto. Markers become control pieces: the library makes none from text."""
     n = len(vocab.tokens)
     # One record of 5 bytes a token: the tag of `score` (field 2, 32 bits) and the value, little-endian.
     packed = np.empty(n, [("tag", "u1"), ("score", "<f4")])
@@ -78,7 +83,9 @@ def _model_proto(vocab: Vocabulary, scores: npt.NDArray[np.float32]) -> bytes:
         elif kind == TokenType.USER_DEFINED:
             text = text.replace(" ", _SPACE)
         out[3 * i : 3 * i + 3] = (_message(1, _message(1, text.encode()) + _number(3, kind)), b"", b"")
-    unknown = "\N{DOUBLE QUESTION MARK}unknown"  # the library wants exactly one unknown piece: one more token, never made
+    unknown = (
+        "\N{DOUBLE QUESTION MARK}unknown"  # the library wants exactly one unknown piece: one more token, never made
+    )
     known = set(vocab.tokens)
     while unknown in known:
         unknown += "?"

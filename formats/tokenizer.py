@@ -1,7 +1,7 @@
 """Text to token ids and back, with the vocabulary that a GGUF file carries.
 
-Markers (control tokens and the like) are found first, and only when the caller says that the text may hold them; what lies
-between is cut by byte-level BPE (bpe.py) or SentencePiece (spm.py).
+Markers (control tokens and the like) are found first, and only when the caller says that the text may hold them; what
+lies between is cut by byte-level BPE (bpe.py) or SentencePiece (spm.py).
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ class Tokenizer:
         elif vocab.model == "llama":
             self._cutter, default_bos = SpmCutter(vocab), True
         else:
-            raise TokenizerError(f"{vocab.path}: tokenizer {vocab.model!r:.60} is not supported; known: gpt2 (byte-level BPE), llama (SPM)")
+            raise TokenizerError(
+                f"{vocab.path}: tokenizer {vocab.model!r:.60} is not supported; known: gpt2 (BPE), llama (SPM)"
+            )
         self._vocab = vocab
         self._add_bos = vocab.bos_id is not None and (default_bos if vocab.add_bos is None else vocab.add_bos)
         self._marker_ids = frozenset(vocab.markers.values())
-        self._literals = Finder(vocab.literals)
-        self._all = Finder({**vocab.literals, **vocab.markers}, self._marker_ids)
+        literals = vocab.literals if vocab.model == "gpt2" else {}  # SentencePiece finds them itself
+        self._literals = Finder(literals)
+        self._all = Finder({**literals, **vocab.markers}, self._marker_ids)
         self.name = vocab.model if vocab.model == "llama" else f"{vocab.model}/{vocab.pre}"
         self.n_vocab, self.bos_id, self.eos_id = len(vocab.tokens), vocab.bos_id, vocab.eos_id
         self.eog_ids = vocab.eog_ids
@@ -52,14 +55,16 @@ class Tokenizer:
         """Token ids of `text`.
 
         special: markers written in the text become their control ids; otherwise no text yields one.
-        bos: None adds BOS (and EOS at the end) when the file says so, False never, True always; an existing one is not doubled.
+        bos: None adds BOS (and EOS at the end) when the file says so, False never, True always; none is doubled.
         plain: character ranges (start, end), ascending, whose characters take part in no marker even when `special`.
         Raises TokenizerError when the text holds half of a surrogate pair, which has no UTF-8 form.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise TokenizerError(f"the text holds half of a surrogate pair at character {error.start}: expected valid Unicode") from None
+            raise TokenizerError(
+                f"the text holds half of a surrogate pair at character {error.start}: expected valid Unicode"
+            ) from None
         ids: list[int] = []
         after_marker = True
         for part in self._split(text, special, plain):

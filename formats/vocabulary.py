@@ -72,7 +72,8 @@ def read_vocabulary(metadata: Mapping[str, Any], path: str | os.PathLike[str]) -
         raise TokenizerError(f"{path}: tokenizer.ggml.tokens holds the same token twice")
 
     bos_id, eos_id, eot_id, eom_id = (
-        _token_id(metadata, path, f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("bos", "eos", "eot", "eom")
+        _token_id(metadata, path, f"tokenizer.ggml.{name}_token_id", len(tokens))
+        for name in ("bos", "eos", "eot", "eom")
     )
     add_bos = _get(metadata, path, "tokenizer.ggml.add_bos_token", bool)
     add_eos = _get(metadata, path, "tokenizer.ggml.add_eos_token", bool) or False
@@ -80,7 +81,9 @@ def read_vocabulary(metadata: Mapping[str, Any], path: str | os.PathLike[str]) -
         raise TokenizerError(f"{path}: the file wants a BOS or EOS token added, but does not say which token that is")
     markers, literals = _sort_out(tokens, types)
     strips_after: frozenset[int] = frozenset()
-    if model == "llama" and metadata.get("general.architecture") == "phi3":  # GGUF has no key for it; Phi-3's own files do
+    if (
+        model == "llama" and metadata.get("general.architecture") == "phi3"
+    ):  # GGUF has no key for it; Phi-3's own files do
         strips_after = frozenset(i for text, i in markers.items() if text not in ("<unk>", "<s>", "<|endoftext|>"))
     add_space_prefix = _get(metadata, path, "tokenizer.ggml.add_space_prefix", bool)
     return Vocabulary(
@@ -110,8 +113,8 @@ _END_TEXTS = (
 ).split()
 
 _HTML_NAMES = frozenset(
-    "a b blockquote body br caption code div em footer h1 h2 h3 h4 h5 h6 head header html i iframe img li ol p pre s span"
-    " strong sub sup table tbody td tfoot th thead tr u ul".split()
+    "a b blockquote body br caption code div em footer h1 h2 h3 h4 h5 h6 head header html i iframe img li ol p pre s"
+    " span strong sub sup table tbody td tfoot th thead tr u ul".split()
 )
 
 
@@ -125,8 +128,9 @@ def _end_of_generation(markers: Mapping[str, int]) -> frozenset[int]:
 def _sort_out(tokens: list[str], types: npt.NDArray[np.int32]) -> tuple[dict[str, int], dict[str, int]]:
     """(markers, literals): the tokens that are found in text before it is cut into pieces.
 
-    Control and unknown tokens are markers, and so are user-defined tokens in brackets, as in <tool_call> or <|user|>. Other
-    user-defined tokens stand for the text that they show: runs of white space, rare letters, HTML tags (if both <x> and </x> are there).
+    Control and unknown tokens are markers, and so are user-defined tokens in brackets, as in <tool_call> or <|user|>.
+    Other user-defined tokens stand for the text that they show: runs of white space, rare letters, HTML tags (if both
+    <x> and </x> are there).
     """
     control = np.flatnonzero((types == TokenType.CONTROL) | (types == TokenType.UNKNOWN)).tolist()
     markers = {tokens[i]: i for i in control}
@@ -171,5 +175,7 @@ def _numbers(metadata: Mapping[str, Any], path: str, key: str, dtype: Any, n: in
     if value is None:
         return None
     if not isinstance(value, np.ndarray) or value.dtype != dtype or value.shape != (n,):
-        raise TokenizerError(f"{path}: metadata key {key!r} is not an array of {n} {np.dtype(dtype).name}, one for each token")
+        raise TokenizerError(
+            f"{path}: metadata key {key!r} is not an array of {n} {np.dtype(dtype).name}, one for each token"
+        )
     return value

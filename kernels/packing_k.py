@@ -1,8 +1,8 @@
 """The packings of GGUF's types with blocks of 256 values, whose scales are themselves numbers of 4, 6 or 8 bits.
 
-A packed block is the weights of its 8 spans, cut into planes of 4, 2 or 1 bits; then the small scales of its 8 spans; then
-the half-precision numbers that multiply them, 16 of each, one a row. Scales come out as ggml's decoder makes them: one
-multiplication in f32.
+A packed block is the half-precision numbers that multiply them, 16 of each, one a row; then the small scales of its 8
+spans; then the weights of its 8 spans, cut into planes of 4, 2 or 1 bits. Scales come out as ggml's decoder makes them:
+one multiplication in f32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from edgeinfer.formats.blocks import BY_NAME, IQ4_VALUES, Bytes, k_scales_mins, q3_k_scales, unpack_bits
 from edgeinfer.kernels.cpu.simd import I8X, I32X, Simd, Value
 from edgeinfer.kernels.packing import (
+    ROWS,
     SPAN,
     Packing,
     Span,
@@ -39,10 +40,10 @@ class _KPacking(Packing):
 
     @classmethod
     def pack_blocks(cls, blocks: np.ndarray) -> np.ndarray:
-        b = BY_NAME[cls.name].blocks(blocks)[..., 0]  # (tiles, blocks, 16 rows)
+        b: Any = BY_NAME[cls.name].blocks(blocks)[..., 0]  # (tiles, blocks, 16 rows)
         numbers = [words_by_row(b[name]) for name in ("d", "dmin") if name in b.dtype.names]
-        parts = planes(cls.codes(b), *cls.widths), cls.pack_scales(b)  # (tiles, blocks, 8 spans, bytes)
-        return np.concatenate([*(part.reshape(*b.shape[:-1], -1) for part in parts), *numbers], -1)
+        parts = cls.pack_scales(b), planes(cls.codes(b), *cls.widths)  # (tiles, blocks, 8 spans, bytes)
+        return np.concatenate([*numbers, *(part.reshape(*b.shape[:-1], -1) for part in parts)], -1)
 
     @classmethod
     def codes(cls, b: Any) -> np.ndarray:
@@ -57,9 +58,10 @@ class _KPacking(Packing):
     @classmethod
     def span(cls, s: Simd, block: Value, index: Value) -> Span:
         weight_bytes = 64 * sum(cls.widths)
-        scales = s.at(s.at(block, _SPANS * weight_bytes), index, cls.scale_bytes)
-        numbers = s.at(block, _SPANS * (weight_bytes + cls.scale_bytes))
-        return Span(cls.step(s, s.at(block, index, weight_bytes)), *cls.scales(s, scales, numbers))
+        weights_at = cls.nbytes * ROWS - _SPANS * weight_bytes
+        scales = s.at(s.at(block, weights_at - _SPANS * cls.scale_bytes), index, cls.scale_bytes)
+        weights = s.at(s.at(block, weights_at), index, weight_bytes)
+        return Span(cls.step(s, weights), *cls.scales(s, scales, block))
 
     @classmethod
     def step(cls, s: Simd, weights: Value) -> Step:
@@ -88,7 +90,7 @@ def _small(s: Simd, v: Value, zero: int = 0) -> Value:
     return s.to_f32(s.b.sub(wide, s.const(I32X, zero)) if zero else wide)
 
 
-def _per_span(scales: np.ndarray) -> Bytes:
+def _per_span(scales: Bytes) -> Bytes:
     """uint8 (..., 16 rows, 8 n) -> (n, ..., 8 spans, 16 rows): the n numbers of each span."""
     grouped = scales.reshape(*scales.shape[:-1], _SPANS, -1)
     return np.ascontiguousarray(np.moveaxis(grouped, (-1, -3), (0, -1)))
@@ -101,12 +103,13 @@ def _lane_fields(numbers: Bytes, width: int) -> Bytes:
     joined = words[..., :1].copy()
     for k in range(1, 8 // width):
         joined |= words[..., k : k + 1] << word.type(width * k)
-    return joined.view(np.uint8)
+    packed: Bytes = joined.view(np.uint8)
+    return packed
 
 
 def _pack_sixes(first: Bytes, second: Bytes) -> Bytes:
     """Two numbers of 6 bits for each of 16 rows: (..., 16) twice -> (..., 24)."""
-    return np.concatenate([first | second << 6, _lane_fields(second >> 2, 4)], -1)
+    return np.concatenate([first | second << 6, _lane_fields(second >> np.uint8(2), 4)], -1)
 
 
 def _sixes(s: Simd, address: Value) -> tuple[Value, Value]:
@@ -152,7 +155,8 @@ class Q3_K(_KPacking):  # noqa: N801
 
 
 class Q4_K(_KPacking):  # noqa: N801
-    name, nbytes, bits, widths, scale_bytes = "Q4_K", 144, 4, (4,), 24
+    name, nbytes, bits, scale_bytes = "Q4_K", 144, 4, 24
+    widths: ClassVar[tuple[int, ...]] = (4,)
 
     @classmethod
     def codes(cls, b: Any) -> np.ndarray:

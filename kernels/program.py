@@ -20,6 +20,7 @@ from edgeinfer.kernels import pages
 from edgeinfer.kernels.cpu import attention, matmul, rope, rows, stream, walk
 from edgeinfer.kernels.cpu.matmul_float import matmul_kernel
 from edgeinfer.kernels.jit import Code, Kernel
+from edgeinfer.kernels.levels import Level
 from edgeinfer.kernels.packing import ROWS as TILE_ROWS
 from edgeinfer.kernels.packing import SPAN, Packing
 from edgeinfer.kernels.pages import LayerPages
@@ -29,6 +30,13 @@ from edgeinfer.kernels.team import Cancelled, Team, aligned_zeros
 _ALL = 1 << 40  # rows per chunk: a chunk takes every row
 _CHUNK_BYTES = 32 << 10  # of weights in a unit of work: some microseconds for one row, well under 50 ms for 512
 _FEW_ROWS = 8  # rows per chunk of ops on single rows
+
+
+def all_kernels(level: Level) -> list[Kernel]:
+    """Every kernel there is at a level, the team's own included."""
+    products = [matmul_kernel(name, level) for name in Packing.by_name]
+    single = [rows.NORM, rows.QUANTIZE, rows.TAKE, *rows.GATED.values(), *rope.ROPE.values(), attention.ATTENTION]
+    return [*products, *single, stream.STREAM, walk.BEGIN, walk.WALK, walk.SERVE]
 
 
 class Weights(Protocol):

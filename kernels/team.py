@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -76,16 +77,20 @@ class _Member:
             self.asleep = False
 
     def wake(self) -> None:
-        if self.asleep and self._wake.locked():
-            self._wake.release()
+        if self.asleep:
+            self._release()
 
     def leave(self) -> None:
         self.leaving = True
-        if self._wake.locked():
+        self._release()
+
+    def _release(self) -> None:
+        with suppress(RuntimeError):  # it has been woken
             self._wake.release()
 
     def join(self) -> None:
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # which may be the one that collects a forgotten team
+            self._thread.join()
 
 
 class Team:
@@ -125,20 +130,23 @@ class Team:
                 self._gather()
             self._generation += 1
             block = self._block.ctypes.data
-            self._begin(block, self._generation, start, end)
-            for member in self._members:
-                member.wake()
             try:
-                while (status := self._walk(block, self._generation, _CALLER_TICKS)) == walk.OUT_OF_TIME:
+                self._begin(block, self._generation, start, end)
+                for member in self._members:
+                    member.wake()
+                while self._walk(block, self._generation, _CALLER_TICKS) == walk.OUT_OF_TIME:
                     pass  # back in Python: pending signals are handled here
             except BaseException:
                 self.stop()
-                self._settle()
                 raise
-            if status == walk.STOPPED or self._words[walk.STOP // 8]:
-                self._settle()
-                if status == walk.STOPPED:
-                    raise Cancelled("the step was cancelled")
+            finally:
+                # what the next step changes (row counts, inputs) members must not take for this one's: its number is void now
+                self._words[walk.GENERATION // 8] = 0
+                stopped = bool(self._words[walk.STOP // 8])
+                if stopped:
+                    self._settle()
+            if stopped:
+                raise Cancelled("the step was cancelled")
 
     def stop(self) -> None:
         """Ask the step that is running to end early; from any thread."""
@@ -151,7 +159,7 @@ class Team:
         with self._turn:
             self._settle(resume=False)
             if self._process == os.getpid():
-                _dismiss(self._members)
+                _dismiss(self._members, self._words)
             self._members = []
 
     def forget(self) -> None:
@@ -163,7 +171,7 @@ class Team:
         self._words[walk.INSIDE // 8] = 0
         self._members = [_Member(self._serve, self._walk_address, self._block) for _ in range(self.threads - 1)]
         self._process = os.getpid()
-        weakref.finalize(self, _dismiss, self._members)  # also at exit: a daemon thread must not meet a dying interpreter
+        weakref.finalize(self, _dismiss, self._members, self._words)  # also at exit: no thread may meet a dying interpreter
 
     def _settle(self, resume: bool = True) -> None:
         """Wait until every member has left the step; then steps may run again."""
@@ -173,7 +181,9 @@ class Team:
             self._words[walk.STOP // 8] = 0
 
 
-def _dismiss(members: list[_Member]) -> None:
+def _dismiss(members: list[_Member], words: np.ndarray) -> None:
+    """End the members, which a step that runs at exit goes on without."""
+    words[walk.STOP // 8] = 1
     for member in members:
         member.leave()
     for member in members:

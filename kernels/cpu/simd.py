@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import llvmlite.ir as ir
@@ -184,7 +185,9 @@ class Simd:
         return self.b.call(fn, args)
 
     def _fma_in_double(self, a: Value, b: Value, c: Value) -> Value:
-        """Without the instruction: the product is exact in double; round the sum to odd, then to float (Boldo, Melquiond 2008)."""
+        """Without the instruction: the product is exact in double; the sum is rounded to odd, then to float (Boldo and
+        Melquiond, "Emulation of a FMA and correctly rounded sums", IEEE Transactions on Computers, 2008).
+        """
         vector = isinstance(a.type, ir.VectorType)
         wide = ir.VectorType(F64, a.type.count) if vector else F64
         bits = ir.VectorType(I64, a.type.count) if vector else I64
@@ -217,7 +220,7 @@ class Simd:
         if self.level.has_f16c:
             return self.b.fpext(self.b.bitcast(v, ir.VectorType(HALF, n)), ir.VectorType(F32, n))
         ints = ir.VectorType(I32, n)
-        c = lambda x: ir.Constant(ints, [x] * n)  # noqa: E731
+        c = partial(self.const, ints)
         w = self.b.zext(v, ints)
         magnitude = self.b.shl(self.b.and_(w, c(0x7FFF)), c(13))
         sign = self.b.shl(self.b.and_(w, c(0x8000)), c(16))
@@ -235,7 +238,7 @@ class Simd:
         if self.level.has_f16c:
             return self.b.bitcast(self.b.fptrunc(v, ir.VectorType(HALF, n)), shorts)
         ints = ir.VectorType(I32, n)
-        c = lambda x: ir.Constant(ints, [x] * n)  # noqa: E731
+        c = partial(self.const, ints)
         floats = v.type
         w = self.b.bitcast(v, ints)
         sign = self.b.lshr(self.b.and_(w, c(0x80000000)), c(16))
@@ -251,19 +254,21 @@ class Simd:
         return self.b.trunc(self.b.or_(self.b.select(small, tiny, normal), sign), shorts)
 
     def exp(self, x: Value) -> Value:
-        """e^x for f32 lanes, about 1 ulp; 0 below -87.3, and x above 88 counts as 88. Cody-Waite reduction, degree-6 polynomial."""
+        """e^x for f32 lanes, within 1 ulp; 0 below -87.3, and x above 88 counts as 88. Cody-Waite reduction, then the
+        degree-6 polynomial whose largest relative error over |r| <= ln(2) / 2 is least (3.1e-9; Taylor's is 1.2e-7).
+        """
         return self._exp(x) if self.level.has_fma else self._shared("exp", Simd._exp, x)
 
     def _exp(self, x: Value) -> Value:
         b, t = self.b, x.type
-        c = lambda v: self.const(t, v)  # noqa: E731
+        c = partial(self.const, t)
         low = b.fcmp_ordered("<", x, c(-87.3))
         x = self.max(self.min(x, c(88.0)), c(-87.3))
         n = self.nearest(b.fmul(x, c(1.44269504)))
         r = self.fma(n, c(-0.693145752), x)
         r = self.fma(n, c(-1.42860677e-06), r)
-        p = c(1.0 / 720)
-        for coefficient in (1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0):
+        p = c(0.00138144672)
+        for coefficient in (0.00836878084, 0.0416683927, 0.166665196, 0.49999994, 1.0, 1.0):
             p = self.fma(p, r, c(coefficient))
         ints = ir.VectorType(I32, t.count)
         exponent = b.shl(b.fptosi(n, ints), ir.Constant(ints, [23] * t.count))
@@ -272,7 +277,7 @@ class Simd:
 
     def tanh(self, x: Value) -> Value:
         """tanh by 1 - 2 / (e^2x + 1), which saturates rightly at both ends."""
-        c = lambda v: self.const(x.type, v)  # noqa: E731
+        c = partial(self.const, x.type)
         e = self.exp(self.min(self.b.fadd(x, x), c(60.0)))
         return self.b.fsub(c(1.0), self.b.fdiv(c(2.0), self.b.fadd(e, c(1.0))))
 
@@ -283,7 +288,7 @@ class Simd:
 
     def gelu(self, x: Value) -> Value:
         """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh form that Gemma uses."""
-        c = lambda v: self.const(x.type, v)  # noqa: E731
+        c = partial(self.const, x.type)
         cube = self.b.fmul(self.b.fmul(x, x), x)
         inner = self.b.fmul(self.fma(cube, c(0.044715), x), c(0.7978845608))
         return self.b.fmul(self.b.fmul(x, c(0.5)), self.b.fadd(c(1.0), self.tanh(inner)))
@@ -294,7 +299,7 @@ class Simd:
         return self.b.and_(v, self.const(v.type, 15))
 
     def bits(self, v: Value, start: int, count: int, to: int = 0) -> Value:
-        """Bits start .. start + count - 1 of each byte, moved to bit `to`. Shifts run over whole lanes; the mask cuts strays."""
+        """Bits start .. start + count - 1 of each byte, moved to bit `to`. Whole lanes shift; the mask cuts strays."""
         lanes = ir.VectorType(I32, v.type.count // 4)
         w = self.b.bitcast(v, lanes)
         if start > to:
@@ -310,7 +315,7 @@ class Simd:
         return self.b.bitcast(self.b.lshr(w, self.splat(self.narrow(count), w.type.count)), v.type)
 
     def lane_fields(self, address: Value, width: int) -> Value:
-        """16 unsigned numbers of 2 or 4 bits, as I8X. Of n bytes, byte j holds lanes j, j + n, j + 2n .., lowest bits first."""
+        """16 unsigned numbers of 2 or 4 bits, as I8X. Byte j of n holds lanes j, j + n, j + 2n .., lowest first."""
         word = ir.VectorType(ir.IntType(LANES * width), 8 // width)
         copies = self.splat(self.load(word.element, address), word.count)
         shifted = self.b.lshr(copies, ir.Constant(word, [width * k for k in range(word.count)]))
@@ -322,9 +327,11 @@ class Simd:
         if self.level.dot == "plain":
             out = self.const(v.type, signed[0])
             for i in range(1, 16):
-                out = self.b.select(self.b.icmp_unsigned("==", v, self.const(v.type, i)), self.const(v.type, signed[i]), out)
+                here = self.b.icmp_unsigned("==", v, self.const(v.type, i))
+                out = self.b.select(here, self.const(v.type, signed[i]), out)
             return out
-        width, name = (64, "llvm.x86.avx512.pshuf.b.512") if self.level.dot == "vnni512" else (32, "llvm.x86.avx2.pshuf.b")
+        wide = self.level.dot == "vnni512"
+        width, name = (64, "llvm.x86.avx512.pshuf.b.512") if wide else (32, "llvm.x86.avx2.pshuf.b")
         vector = ir.VectorType(I8, width)
         entries = ir.Constant(vector, signed * (width // 16))
         parts = [self.call(name, vector, entries, self.part(v, i, width)) for i in range(0, v.type.count, width)]
@@ -354,15 +361,15 @@ class Variable:
 class Dot:
     """Integer dot of weight bytes with int8 activations, four products a lane and vector, exact at every level.
 
-    Weights have at most `weight_bits` bits, a sign among them if `signed`; activations lie in -127..127. `vectors` are added
-    in all, in steps of a loop; end_step() closes each.
+    Weights have at most `weight_bits` bits, a sign among them if `signed`; activations lie in -127..127. `vectors` are
+    added in all, in steps of a loop; end_step() closes each.
     """
 
     def __init__(self, s: Simd, weight_bits: int, signed: bool, vectors: int) -> None:
         self.s, self.signed = s, signed
         kind = s.level.dot
         self._multiply = {"plain": self._plain, "maddubs": self._maddubs}.get(kind, self._vnni)
-        # maddubs adds two products in 16 bits: 2 * 15 * 127 = 3,810, so eight such sums of 4-bit weights fit, two of 6-bit
+        # maddubs adds two products in 16 bits: 2 * 15 * 127 = 3,810, so eight sums of 4-bit weights fit, two of 6-bit
         largest = 1 << weight_bits - 1 if signed else (1 << weight_bits) - 1
         self._room = 32767 // (2 * largest * 127)
         in_pairs = kind == "maddubs" and self._room >= vectors
@@ -411,7 +418,7 @@ class Dot:
         halves = []
         for i in (0, 32):
             x, y = s.part(w, i, 32), s.part(a, i, 32)
-            if self.signed:  # vpmaddubsw saturates for unsigned 8-bit weights: take |w|, and move its sign onto the activation
+            if self.signed:  # vpmaddubsw takes unsigned weights, and saturates: use |w|, its sign on the activation
                 y = s.call("llvm.x86.avx2.psign.b", x.type, y, x)
                 x = s.call("llvm.abs.v32i8", x.type, x, ir.Constant(I1, 0))
             halves.append(s.call("llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), x, y))

@@ -84,7 +84,7 @@ class Session:
         if text == "too long":
             raise errors.ContextLengthError(5000, 4096)
         self.messages.append({"role": "user", "content": text})
-        return Reply(self._script, options.get("seed", 42))
+        return Reply(self._script, options["seed"] if options.get("seed") is not None else 42)
 
     def render(self, text: str) -> str:
         return f"<|user|>{text}<|end|>"
@@ -113,7 +113,7 @@ class Model:
 
     def stream(self, prompt: str, **options: Any) -> Reply:
         self._script.note(stream=prompt, options=options)
-        return Reply(self._script, options.get("seed", 42))
+        return Reply(self._script, options["seed"] if options.get("seed") is not None else 42)
 
 
 def loader(script: Script) -> Any:

@@ -46,7 +46,7 @@ def test_options(command: Any) -> None:
     options = "--system S --temp 0.5 --seed 3 --show-prompt".split()
     done = command("chat", command.model, *options, stdin=b"hi\n")
     assert {"system": "S"} in command.events
-    assert {"send": "hi", "options": {"temperature": 0.5, "seed": 3}} in command.events
+    assert {"send": "hi", "options": {"temperature": 0.5, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 3}} in command.events
     assert done.stderr == b"<|user|>hi<|end|>\n" and done.stdout == b"Hello there.\n"
 
 

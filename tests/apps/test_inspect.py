@@ -111,10 +111,12 @@ def test_models_and_pull(invoke: Any, model: str) -> None:
 
 
 def test_doctor_and_warmup(invoke: Any, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edgeinfer, "doctor_report", lambda: {"self-test": "ok"}, raising=False)
-    assert invoke("doctor").stdout.splitlines()[0] == "self-test\tok"
+    for outcome, code in [("passed: all of it", 0), ("FAILED: none of it", 1)]:
+        monkeypatch.setattr(edgeinfer, "doctor_report", lambda outcome=outcome: {"self-test": outcome})
+        done = invoke("doctor")
+        assert (done.exit_code, done.stdout.splitlines()[0]) == (code, f"self-test\t{outcome}")
     asked = []
-    monkeypatch.setattr(edgeinfer, "warmup", lambda path, progress: asked.append(path), raising=False)
+    monkeypatch.setattr(edgeinfer, "warmup", lambda path, progress: asked.append(path))
     assert invoke("warmup").exit_code == invoke("warmup", model).exit_code == 0
     assert asked == [None, Path(model)]
 

@@ -32,7 +32,8 @@ def bpe_metadata(pre="qwen2", merges=("h e", "l l", "he ll", "hell o", "Ġ Ġ", 
     tokens = byte_chars() + [merge.replace(" ", "") for merge in merges]
     types = [NORMAL] * len(tokens)
     for text, kind in [
-        ("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<s>", CONTROL), ("<|im_end|>x", CONTROL), ("<unk>", UNKNOWN),
+        ("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<s>", CONTROL), ("<|im_end|>x", CONTROL),
+        ("<unk>", UNKNOWN),
         ("<tool_call>", USER_DEFINED), ("[INST]", USER_DEFINED), ("   ", USER_DEFINED), ("<b>", USER_DEFINED),
         ("</b>", USER_DEFINED), ("<i>", USER_DEFINED), ("[PAD9]", UNUSED),
     ]:  # fmt: skip
@@ -52,7 +53,18 @@ def bpe_metadata(pre="qwen2", merges=("h e", "l l", "he ll", "hell o", "Ġ Ġ", 
 
 
 def spm_metadata(**changes):
-    pieces = {"▁": -1.0, "he": -2.0, "l": -9.0, "ll": -3.0, "hell": -4.0, "hello": -5.0, "h": -9.0, "e": -9.0, "o": -9.0, "▁hello": -6.0}
+    pieces = {
+        "▁": -1.0,
+        "he": -2.0,
+        "l": -9.0,
+        "ll": -3.0,
+        "hell": -4.0,
+        "hello": -5.0,
+        "h": -9.0,
+        "e": -9.0,
+        "o": -9.0,
+        "▁hello": -6.0,
+    }
     pieces |= {"<": -9.0, "s": -9.0, ">": -9.0, "<s": -3.5, "é": -9.0}
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "<tool_call>", "  ", "▁▁▁"]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces), USER_DEFINED, USER_DEFINED, NORMAL]
@@ -90,7 +102,9 @@ def spelled(tokenizer, ids):
 def merged(pieces, rank):
     """The textbook algorithm: join the adjacent pair that ranks best, the leftmost of equals, until none is left."""
     while True:
-        ranks = [(rank(a, b), i) for i, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False)) if rank(a, b) is not None]
+        ranks = [
+            (rank(a, b), i) for i, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False)) if rank(a, b) is not None
+        ]
         if not ranks:
             return pieces
         i = min(ranks)[1]
@@ -102,10 +116,14 @@ def merged(pieces, rank):
 def test_spm_is_the_textbook_algorithm(text):
     metadata = spm_metadata(add_space_prefix=False)
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"].tolist()
-    score = {t: s for t, s, k in zip(tokens, metadata["tokenizer.ggml.scores"].tolist(), types, strict=True) if k == NORMAL}
+    score = {
+        t: s for t, s, k in zip(tokens, metadata["tokenizer.ggml.scores"].tolist(), types, strict=True) if k == NORMAL
+    }
     want = []
     for n, part in enumerate(text.split("  ")):  # "  " is a user-defined token: taken out first
-        want += ["  "] * (n > 0) + merged(list(part.replace(" ", "▁")), lambda a, b: -score[a + b] if a + b in score else None)
+        want += ["  "] * (n > 0) + merged(
+            list(part.replace(" ", "▁")), lambda a, b: -score[a + b] if a + b in score else None
+        )
     assert spelled(SPM_NO_PREFIX, SPM_NO_PREFIX.encode(text, bos=False)) == want
 
 
@@ -147,14 +165,18 @@ def test_llama_bpe_takes_a_whole_word_that_is_a_token():
     words["tokens"][words["tokens"].index("abcd")] = "xyz"  # a word that no merge makes
     merges = list(merges[:2])
     for pre, want in (("llama-bpe", ["xyz"]), ("qwen2", ["x", "y", "z"])):
-        metadata = bpe_metadata(pre, merges=("a b", "c d", "ab cd"), **words, add_bos_token=False) | {"tokenizer.ggml.merges": merges}
+        metadata = bpe_metadata(pre, merges=("a b", "c d", "ab cd"), **words, add_bos_token=False) | {
+            "tokenizer.ggml.merges": merges
+        }
         tokenizer = build(metadata)
         assert spelled(tokenizer, tokenizer.encode("xyz")) == want
 
 
 ANY_TEXT = st.one_of(
     st.text(max_size=40),
-    st.lists(st.sampled_from([*BPE.marker_texts, *SPM.marker_texts, " ", "  ", "\n", "a", "<", "|>", "é", "\0"]), max_size=8).map("".join),
+    st.lists(
+        st.sampled_from([*BPE.marker_texts, *SPM.marker_texts, " ", "  ", "\n", "a", "<", "|>", "é", "\0"]), max_size=8
+    ).map("".join),
 )
 
 
@@ -165,8 +187,8 @@ def test_text_round_trips_and_yields_no_marker(tokenizer, text):
     ids = tokenizer.encode(text, bos=False)
     assert tokenizer.decode(ids) == text
     assert not any(tokenizer.is_control(i) for i in ids)
-    pieces = b"".join(map(tokenizer.token_bytes, ids))
-    assert pieces.decode().removeprefix(" ") == text.removeprefix(" ") if tokenizer is SPM else pieces.decode() == text
+    prefix = " " if tokenizer is SPM and text else ""
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == prefix + text
 
 
 @ALL
@@ -176,7 +198,13 @@ def test_every_marker_split_and_joined_stays_text(tokenizer):
         assert tokenizer.encode(text, special=True, bos=False) == [tokenizer.find_markers(text)[0][2]]
         for cut in range(len(text) + 1):
             other = rng.choice(tokenizer.marker_texts)
-            for typed in (text, text[:cut] + other + text[cut:], text[:cut] + text, text + text[cut:], f" {text}\n{other}"):
+            for typed in (
+                text,
+                text[:cut] + other + text[cut:],
+                text[:cut] + text,
+                text + text[cut:],
+                f" {text}\n{other}",
+            ):
                 assert not any(map(tokenizer.is_control, tokenizer.encode(typed, bos=False)))
                 assert tokenizer.decode(tokenizer.encode(typed, bos=False)) == typed
 
@@ -352,7 +380,19 @@ def published():
     folder = cache / SDIST
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(cache), SDIST]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            "llama-cpp-python",
+            "-d",
+            str(cache),
+            SDIST,
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=900)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -378,7 +418,7 @@ def test_published_vocabularies(published, family):
     with open_gguf(path) as file:
         tokenizer = Tokenizer.from_metadata(file.metadata, path)
     texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    lines = Path(f"{path}.out").read_text().splitlines()
+    lines = Path(f"{path}.out").read_text().split("\n")
     assert len(texts) == len(lines) > 40
     for text, line in zip(texts, lines, strict=True):
         ids = tokenizer.encode(text, bos=False)

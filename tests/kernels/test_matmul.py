@@ -1,4 +1,4 @@
-"""Matrix products of every block type: against the decoded weights in float64, against exact arithmetic, level against level."""
+"""Matrix products of every block type: against decoded weights in float64, exact arithmetic, level against level."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_every_size_and_level_gives_a_row_the_same_right_bits(name: str) -> None
 def test_extreme_weights_and_activations_do_not_saturate(name: str, fill: int) -> None:
     columns = 2 * max(32, blocks.BY_NAME[name].values)
     raw = weights(name, 16, columns, fill)
-    signs = np.array([np.ones(columns), -np.ones(columns), np.resize([1, -1], columns), np.repeat([1, -1], columns // 2)])
+    ones = np.ones(columns)
+    signs = np.array([ones, -ones, np.resize([1, -1], columns), np.repeat([1, -1], columns // 2)])
     x = quantized((127 * signs).astype(np.int8), np.full((4, columns // 32), 0.01, np.float32))
     outs = [multiply(name, level, raw, x) for level in HERE]
     check_close(outs[0], name, raw, x)
@@ -149,7 +150,7 @@ def test_a_single_input_brings_out_each_weight(name: str) -> None:
     scales[np.arange(columns), np.arange(columns) // 32] = 1 / 127
     w = decoded(name, raw)
     out = multiply(name, HERE[0], raw, quantized(127 * np.eye(columns, dtype=np.int64), scales))[:, :20].T
-    # a weight may be a small difference of scale * code and minimum, or of code and offset: its error is relative to those
+    # a weight may be a small difference of scale * code and minimum: its error is relative to those
     assert np.all(np.abs(out - w) <= 4e-7 * np.abs(w).max(-1, keepdims=True))
 
 
@@ -165,7 +166,7 @@ def test_mxfp4_scales_are_powers_of_two_to_the_smallest() -> None:
         assert np.array_equal(out, 2.0 ** (exponents.astype(np.float64) - 127))
 
 
-# --- the definition, in exact arithmetic ---------------------------------------------------------------------------------
+# --- the definition, in exact arithmetic ------------------------------------------------------------------------------
 
 
 def rounded(x: Fraction) -> np.float32:
@@ -242,7 +243,7 @@ def test_a_float_result_is_one_fma_a_column_in_order(name: str) -> None:
         assert multiply(name, level, raw, x)[0, :3].tolist() == expected
 
 
-# --- what is added, what is packed, what is compiled -----------------------------------------------------------------------
+# --- what is added, what is packed, what is compiled ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "F16"])
