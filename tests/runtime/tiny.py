@@ -37,8 +37,8 @@ MERGES = (
     "|Ġ m|t h"
 ).split("|")
 ROPE_BASE = {"llama": 10000.0, "qwen2": 1e6, "qwen3": 1e6, "gemma3": 1e6}
-_MATRIX_SIZE = {"token_embd": 1.2, "attn_q": 1.7, "attn_k": 1.7, "attn_output": 2.0}
-_NORM_SIZE = {"output_norm": 3.0, "attn_q_norm": 1.7, "attn_k_norm": 1.7}
+_MATRIX_SIZE = {"token_embd": 0.5, "attn_q": 1.7, "attn_k": 1.7, "attn_output": 2.0}
+_NORM_SIZE = {"output_norm": 6.0, "attn_q_norm": 1.7, "attn_k_norm": 1.7}
 
 Types = str | Mapping[str, str]
 
