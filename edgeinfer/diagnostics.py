@@ -16,6 +16,7 @@ from edgeinfer.formats.blocks import Q4_0
 from edgeinfer.kernels.jit import Code, code
 from edgeinfer.kernels.levels import LEVELS, native_level
 from edgeinfer.kernels.packing import Packing
+from edgeinfer.kernels.packings import PACKINGS
 from edgeinfer.kernels.program import Builder, Program, all_kernels
 from edgeinfer.kernels.step import Step
 
@@ -76,10 +77,10 @@ class _OneMatrix:
     """The weights of the self-test (kernels.program.Weights)."""
 
     def __init__(self, raw: np.ndarray) -> None:
-        self._tiles = Packing.by_name["Q4_0"].pack(raw, 64)
+        self._tiles = PACKINGS["Q4_0"].pack(raw, 64)
 
     def packed(self, name: str) -> tuple[type[Packing], np.ndarray, int, int]:
-        return Packing.by_name["Q4_0"], self._tiles, 32, 64
+        return PACKINGS["Q4_0"], self._tiles, 32, 64
 
     def vector(self, name: str) -> np.ndarray:
         raise KeyError(name)

@@ -9,7 +9,8 @@ from edgeinfer import machine
 from edgeinfer.config import ModelConfig
 from edgeinfer.errors import MemoryLimitError
 from edgeinfer.formats.gguf import GGUF, open_gguf
-from edgeinfer.kernels.packing import ROWS, SPAN, Packing
+from edgeinfer.kernels.packing import ROWS, SPAN
+from edgeinfer.kernels.packings import PACKINGS
 from edgeinfer.kv import sequence_bytes
 
 DEFAULT_CONTEXT = 4096
@@ -65,7 +66,7 @@ def plan_for(file: GGUF, config: ModelConfig, context: int, chunk: int) -> Plan:
     for name, tensor in file.tensors.items():
         if name == "token_embd.weight" and not tied:
             continue  # only looked up: it stays in the file's map
-        packing = Packing.by_name.get(tensor.type.name)
+        packing = PACKINGS.get(tensor.type.name)
         if packing and len(tensor.shape) == 2:
             weights += -(-tensor.shape[0] // ROWS) * packing.tile_bytes(tensor.shape[1])
         else:

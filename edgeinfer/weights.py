@@ -10,6 +10,7 @@ from edgeinfer.config import ModelConfig
 from edgeinfer.formats.errors import ModelFormatError
 from edgeinfer.formats.gguf import GGUF
 from edgeinfer.kernels.packing import ROWS, Packing
+from edgeinfer.kernels.packings import PACKINGS
 
 _BLOCK_ROWS = 4096  # rows packed at a time: bounds what packing needs beside its result
 ROPE_FACTORS = "rope_freqs.weight"  # taken by the rotary tables
@@ -83,7 +84,7 @@ class FileWeights:
     def packed(self, name: str) -> tuple[type[Packing], np.ndarray, int, int]:
         """Packing, tiles uint8 (tiles, tile_bytes), rows, columns. Raises ModelFormatError for a missing or odd tensor."""
         tensor = self._take(name, 2)
-        packing = Packing.by_name.get(tensor.type.name)
+        packing = PACKINGS.get(tensor.type.name)
         if packing is None:
             raise ModelFormatError(self._file.path, f"{name} is {tensor.type.name}, which no kernel here multiplies")
         rows, columns = tensor.shape

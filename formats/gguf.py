@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
+
 from edgeinfer.formats.errors import ModelFormatError
 from edgeinfer.formats.gguf_header import MAX_ENTRIES, Header, TensorInfo, parse_header
 

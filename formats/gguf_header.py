@@ -18,6 +18,7 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 import numpy as np
+
 from edgeinfer.formats.blocks import BY_ID, BlockType
 from edgeinfer.formats.errors import ModelFormatError
 

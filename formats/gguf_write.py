@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
 from edgeinfer.formats.blocks import BlockType
 from edgeinfer.formats.errors import ModelFormatError
 from edgeinfer.formats.gguf_header import (

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any
@@ -324,7 +324,7 @@ class Code:
         return int(self._engine.get_function_address(symbol))
 
 
-@lru_cache(maxsize=None)
+@cache
 def code(level: Level) -> Code:
     """This process's kernels for a level."""
     return Code(level)

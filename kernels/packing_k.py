@@ -14,19 +14,8 @@ import numpy as np
 
 from edgeinfer.formats.blocks import BY_NAME, IQ4_VALUES, Bytes, k_scales_mins, q3_k_scales, unpack_bits
 from edgeinfer.kernels.cpu.simd import I8X, I32X, Simd, Value
-from edgeinfer.kernels.packing import (
-    ROWS,
-    SPAN,
-    Packing,
-    Span,
-    Step,
-    from_planes,
-    group_words,
-    halves,
-    planes,
-    unpack_words,
-    words_by_row,
-)
+from edgeinfer.kernels.packing import ROWS, SPAN, Packing, Span, Step
+from edgeinfer.kernels.packing_bits import from_planes, group_words, halves, planes, unpack_words, words_by_row
 
 _SPANS = 8
 

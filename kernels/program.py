@@ -23,6 +23,7 @@ from edgeinfer.kernels.jit import Code, Kernel
 from edgeinfer.kernels.levels import Level
 from edgeinfer.kernels.packing import ROWS as TILE_ROWS
 from edgeinfer.kernels.packing import SPAN, Packing
+from edgeinfer.kernels.packings import PACKINGS
 from edgeinfer.kernels.pages import LayerPages
 from edgeinfer.kernels.step import ROWS, WANTED, Step
 from edgeinfer.kernels.team import Cancelled, Team, aligned_zeros
@@ -34,7 +35,7 @@ _FEW_ROWS = 8  # rows per chunk of ops on single rows
 
 def all_kernels(level: Level) -> list[Kernel]:
     """Every kernel there is at a level, the team's own included."""
-    products = [matmul_kernel(name, level) for name in Packing.by_name]
+    products = [matmul_kernel(name, level) for name in PACKINGS]
     single = [rows.NORM, rows.QUANTIZE, rows.TAKE, *rows.GATED.values(), *rope.ROPE.values(), attention.ATTENTION]
     return [*products, *single, stream.STREAM, walk.BEGIN, walk.WALK, walk.SERVE]
 

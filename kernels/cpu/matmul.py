@@ -7,9 +7,9 @@ then one fused multiply-add with weight scale times activation scale, then one w
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
-from edgeinfer.kernels.cpu.simd import F32, F32X, I32, I32X, Simd, Value
+from edgeinfer.kernels.cpu.simd import F32, F32X, I32, Simd, Value
 from edgeinfer.kernels.cpu.walk import OP_ARGS, word
 from edgeinfer.kernels.jit import Kernel, Routine, routine
 from edgeinfer.kernels.packing import SPAN, STEPS, Packing
@@ -143,7 +143,7 @@ def row_loop(one: Routine, two: Routine, many: Routine, height: int) -> tuple[ob
     return control, (word, one, two, many)
 
 
-@lru_cache(maxsize=None)
+@cache
 def matmul(packing: type[Packing], height: int) -> Kernel:
     """out (rows, 16 tiles) f32 = activations @ weights^T (+ bias) (+ addend). A unit is GRAIN tiles."""
     control, routines = row_loop(_tile(packing, 1), _tile(packing, 2), _tile(packing, height), height)

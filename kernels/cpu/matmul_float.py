@@ -13,7 +13,8 @@ from edgeinfer.kernels.cpu.matmul import finish, matmul, row_loop
 from edgeinfer.kernels.cpu.simd import F32, F32X, Simd, Value
 from edgeinfer.kernels.jit import Kernel, Routine, routine
 from edgeinfer.kernels.levels import Level
-from edgeinfer.kernels.packing import ROWS, Packing, packing
+from edgeinfer.kernels.packing import ROWS, Packing
+from edgeinfer.kernels.packings import PACKINGS
 
 
 def _tile(packing: type[Packing], rows: int) -> Routine:
@@ -45,9 +46,7 @@ def matmul_float(packing: type[Packing], height: int) -> Kernel:
 @cache
 def matmul_kernel(name: str, level: Level) -> Kernel:
     """The matmul for weights of a GGUF block type. KeyError if the type holds no weights."""
-    layout = packing(name)
-    if layout is None:
-        raise KeyError(name)
+    layout = PACKINGS[name]
     if layout.quantized:
         return matmul(layout, level.tile_rows)  # type: ignore[arg-type]  # mypy doubts that a class has a hash
     return matmul_float(layout, level.tile_rows)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-
 from edgeinfer.kernels.cpu.matmul import RECORD
 from edgeinfer.kernels.cpu.simd import F32, F32X, I8X, I32X, Simd, Value
 from edgeinfer.kernels.cpu.walk import OP_ARGS, OP_ROW_COUNT, word

@@ -5,6 +5,7 @@ import itertools
 import gguf
 import numpy as np
 import pytest
+
 from edgeinfer.formats import blocks
 
 WEIGHT_TYPES = [t for t in blocks.BY_ID.values() if t.decodable]

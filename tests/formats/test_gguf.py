@@ -13,12 +13,13 @@ import gguf
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
+
 from edgeinfer.formats import blocks, gguf_header
 from edgeinfer.formats.errors import ModelFormatError
 from edgeinfer.formats.gguf import open_gguf
 from edgeinfer.formats.gguf_header import parse_header
 from edgeinfer.formats.gguf_write import write_gguf
-from hypothesis import given, settings
 
 _spec = importlib.util.spec_from_file_location("hostile_gguf", Path(__file__).with_name("hostile_gguf.py"))
 hostile = importlib.util.module_from_spec(_spec)

@@ -16,7 +16,7 @@ from edgeinfer.kernels import jit, levels
 from edgeinfer.kernels.cpu import matmul as args
 from edgeinfer.kernels.cpu.matmul_float import matmul_kernel
 from edgeinfer.kernels.cpu.walk import OP_ROW_COUNT, OP_WORDS
-from edgeinfer.kernels.packing import packing
+from edgeinfer.kernels.packings import PACKINGS
 
 QUANTIZED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 IQ4_NL MXFP4 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_XS".split()
 FLOATS = ["F32", "F16", "BF16"]
@@ -84,7 +84,7 @@ def activations(name: str, rows: int, columns: int, seed: int = 1) -> Activation
 def multiply(name: str, level: levels.Level, raw: np.ndarray, x: Activations, bias: np.ndarray | None = None,
              out: np.ndarray | None = None, grain: int = 2) -> np.ndarray:  # fmt: skip
     """f32 (rows of x, rows of raw padded to 16) by the kernel; added to `out`, in place, where that is given."""
-    layout = packing(name)
+    layout = PACKINGS[name]
     rows, columns = x.quants.shape
     packed = layout.pack(raw, columns)
     addend = 0 if out is None else out.ctypes.data
@@ -108,7 +108,7 @@ def check_close(out: np.ndarray, name: str, raw: np.ndarray, x: Activations) -> 
     """Within 1e-6 of the sum of the terms' sizes, of which a scale and its minimum are two."""
     w, values = decoded(name, raw), x.values
     sizes = np.abs(w)
-    if packing(name).quantized:
+    if PACKINGS[name].quantized:
         sizes = np.broadcast_to(np.abs(w).max(-1, keepdims=True), w.shape)
     assert np.all(np.abs(out[:, : len(raw)] - values @ w.T) <= 1e-6 * (np.abs(values) @ sizes.T))
     assert np.all(out[:, len(raw) :] == 0)
@@ -262,7 +262,7 @@ def test_bias_then_addend_are_added_and_the_addend_may_be_the_output(name: str, 
 @pytest.mark.parametrize("name", QUANTIZED + FLOATS)
 def test_packed_weights_are_as_many_bytes_as_the_file_holds(name: str) -> None:
     raw = weights(name, 35, 512)
-    packed = packing(name).pack(raw, 512)
+    packed = PACKINGS[name].pack(raw, 512)
     assert packed.nbytes == raw.nbytes // 35 * 48
     if name in ("Q8_0", *FLOATS):  # the same bytes in another order; the others are cut within bytes
         assert np.array_equal(np.bincount(packed.ravel())[1:], np.bincount(raw.ravel(), minlength=256)[1:])
@@ -270,20 +270,20 @@ def test_packed_weights_are_as_many_bytes_as_the_file_holds(name: str) -> None:
 
 def test_packing_in_parts_is_packing_at_once() -> None:
     raw = weights("Q4_K", 80, 65536)  # above what is packed at a time
-    whole = packing("Q4_K").pack(raw, 65536)
-    by_tile = [packing("Q4_K").pack(raw[i : i + 16], 65536) for i in range(0, 80, 16)]
+    whole = PACKINGS["Q4_K"].pack(raw, 65536)
+    by_tile = [PACKINGS["Q4_K"].pack(raw[i : i + 16], 65536) for i in range(0, 80, 16)]
     assert np.array_equal(whole, np.concatenate(by_tile))
 
 
 def test_types_without_weights_have_no_kernel() -> None:
-    assert packing("I32") is None
+    assert "I32" not in PACKINGS
     with pytest.raises(KeyError):
         matmul_kernel("I32", levels.LEVELS["plain"])
 
 
 def test_every_block_type_that_decodes_has_a_packing_of_its_size() -> None:
     for kind in blocks.BY_NAME.values():
-        layout = packing(kind.name)
+        layout = PACKINGS.get(kind.name)
         assert (layout is not None) == kind.decodable
         if layout is not None:
             assert (layout.values, layout.nbytes) == (kind.values, kind.nbytes)

@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from edgeinfer.formats.errors import EdgeInferError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.formats.errors import EdgeInferError
 from edgeinfer.sampling import GenerationError, Sampler, SamplingParams, draw, logprobs
 
 INF, NAN = math.inf, math.nan
