@@ -76,12 +76,12 @@ def _lower(kernel: Kernel) -> str:
 
     word = types.int64
     externals = {
-        routine: types.ExternalFunction(_symbol(kernel, routine), typing.signature(word, *[word] * _arity(routine)))
+        id(routine): types.ExternalFunction(_symbol(kernel, routine), typing.signature(word, *[word] * _arity(routine)))
         for routine in kernel.routines
     }
 
     def bound(value: Any) -> Any:  # a routine as Numba sees it: an external function
-        return externals.get(value, value) if callable(value) else value
+        return externals.get(id(value), value)
 
     source = kernel.control
     cells = tuple(CellType(bound(cell.cell_contents)) for cell in source.__closure__ or ())
@@ -250,13 +250,18 @@ def private_folder(path: Path) -> Path | None:
 _DIGEST = hashlib.sha256().digest_size
 
 
+def _seal(path: Path, body: bytes) -> bytes:
+    """Digest of the code and of the place it was written for: a file that was moved, renamed or torn is not loaded."""
+    return hashlib.sha256(f"{path.parent.name}/{path.name}\0".encode() + body).digest()
+
+
 def _read_cached(path: Path) -> bytes | None:
     try:
         data = path.read_bytes()
     except OSError:
         return None
     body = data[_DIGEST:]
-    return body if hashlib.sha256(body).digest() == data[:_DIGEST] else None
+    return body if _seal(path, body) == data[:_DIGEST] else None
 
 
 def _write_cached(path: Path, body: bytes) -> None:
@@ -265,7 +270,7 @@ def _write_cached(path: Path, body: bytes) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(body).digest() + body)
+                file.write(_seal(path, body) + body)
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -289,8 +294,9 @@ class Code:
         self.loaded: list[str] = []
         self._addresses: dict[str, int] = {}
         self._engine: Any = None
-        parent = private_folder(cache_root())
-        self.folder = private_folder(parent / "kernels" / cache_key(level)) if parent else None
+        self.folder = private_folder(cache_root())
+        for part in ("kernels", cache_key(level)):
+            self.folder = private_folder(self.folder / part) if self.folder else None
 
     def is_cached(self, kernel: Kernel) -> bool:
         return kernel.name in self._addresses or (self.folder is not None and (self.folder / kernel.name).exists())
@@ -321,7 +327,10 @@ class Code:
             _engines.append(self._engine)
         self._engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(body))
         self._engine.finalize_object()
-        return int(self._engine.get_function_address(symbol))
+        address = int(self._engine.get_function_address(symbol))
+        if address == 0:
+            raise CompileError(f"the object code has no function {symbol}")
+        return address
 
 
 @cache

@@ -134,7 +134,7 @@ class Builder:
             if self.weights.has(name + ".bias"):
                 bias = self._keep(_padded(self.weights.vector(name + ".bias"), len(tiles) * TILE_ROWS))
             self.tiles.append(tiles)
-            grain = max(1, _CHUNK_BYTES // tiles.shape[1])
+            grain = matmul.WIDE * max(1, _CHUNK_BYTES // (matmul.WIDE * tiles.shape[1]))
             if packing.quantized:
                 self.quantize(x)
                 assert x.quants is not None and x.records is not None
@@ -163,7 +163,7 @@ class Builder:
         """
         where = self.layers[layer]
         head_dim = q.columns // heads
-        norms = [self._keep(self.weights.vector(name)) if name else 0 for name in (q_norm, k_norm)]
+        norms = [self._keep(self.weights.vector(name), head_dim) if name else 0 for name in (q_norm, k_norm)]
         self.kept.append(table)
         self._emit(
             rope.ROPE["neox" if neox else "norm"], 1, 1, ROWS,
@@ -189,7 +189,7 @@ class Builder:
             {attention.Q: self._memory(q), attention.Q_STRIDE: q.data.strides[0], attention.OUT: self._memory(out),
              attention.OUT_STRIDE: out.data.strides[0], attention.SHARING: sharing, attention.KV_HEADS: kv_heads,
              attention.HEAD_DIM: head_dim, attention.SCALE: _bits(scale), attention.SOFTCAP: _bits(softcap),
-             attention.WINDOW: window, attention.SINKS: self._keep(self.weights.vector(sinks)) if sinks else 0,
+             attention.WINDOW: window, attention.SINKS: self._keep(self.weights.vector(sinks), heads) if sinks else 0,
              **self._pages(where, head_dim, attention.ARENA)},
             {attention.OUT},
         )  # fmt: skip
@@ -301,9 +301,10 @@ class Builder:
     def _array(self, nbytes: int) -> np.ndarray:
         return aligned_zeros(nbytes)
 
-    def _keep(self, vector: np.ndarray) -> tuple[np.ndarray, int]:
+    def _keep(self, vector: np.ndarray, length: int = 0) -> tuple[np.ndarray, int]:
+        """A vector of f32 of which a kernel reads `length`, by default all."""
         self.kept.append(vector)
-        return vector, vector.nbytes
+        return vector, 4 * length or vector.nbytes
 
     def _memory(self, x: Rows) -> tuple[np.ndarray, int]:
         return x.data, self.max_rows[x.count] * x.data.strides[0]

@@ -23,14 +23,17 @@ UNIT_SPANS = 16  # ops that divide a row among threads do so by this many spans
 
 @routine
 def quantize_spans(s: Simd, x: Value, quants: Value, records: Value, spans: Value) -> None:
-    """f32 -> int8 in -127..127 with a scale for each span: scale = max|x| / 127, quant = nearest(x * (127 / max|x|))."""
+    """f32 -> int8 in -127..127 with a scale for each span: scale = max|x| / 127, quant = nearest(x * (127 / max|x|)).
+
+    A span below 1e-30 is zero: 127 / max|x| would overflow, and what infinity is as an integer depends on the processor.
+    """
     b = s.b
     with s.loop(spans) as span:
         at = s.at(x, span, 4 * SPAN)
         halves = [s.load(F32X, at), s.load(F32X, s.at(at, VECTOR))]
         magnitude = s.largest(s.max(*(s.call("llvm.fabs.v16f32", F32X, v) for v in halves)))
         scale = b.fdiv(magnitude, s.f32(127.0))
-        present = b.fcmp_ordered(">", magnitude, s.f32(0.0))
+        present = b.fcmp_ordered(">", magnitude, s.f32(1e-30))
         inverse = b.select(present, b.fdiv(s.f32(127.0), b.select(present, magnitude, s.f32(1.0))), s.f32(0.0))
         record = s.at(records, span, RECORD)
         sums = []

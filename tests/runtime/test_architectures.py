@@ -15,7 +15,8 @@ import edgeinfer
 from edgeinfer.config import architectures
 from edgeinfer.errors import ModelFormatError
 from edgeinfer.kernels.levels import LEVELS, host_features
-from edgeinfer.kernels.reference import Reference, SameArithmetic
+from edgeinfer.kernels.reference import Reference
+from edgeinfer.kernels.same_arithmetic import SameArithmetic
 
 HERE = Path(__file__).parent
 
