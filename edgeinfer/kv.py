@@ -16,6 +16,7 @@ import numpy as np
 
 from edgeinfer.config import ModelConfig
 from edgeinfer.kernels.pages import PAGE, LayerPages, head_bytes
+from edgeinfer.kernels.team import Cancelled
 
 MAX_SEQUENCES = 16  # tables are made for so many; their pages take memory only once written
 
@@ -104,18 +105,20 @@ class KVCache:
     def open(self) -> CacheSequence:
         """A new, empty sequence. Raises RuntimeError when MAX_SEQUENCES are open, ValueError once freed."""
         with self._lock:
-            self._check_open()
+            if self._freed:
+                raise ValueError("the model is closed")
             if not self._free:
                 raise RuntimeError(f"{MAX_SEQUENCES} sequences are open on this model; close a session first")
             return CacheSequence(self._free.pop())
 
     def reserve(self, sequence: CacheSequence, tokens: int) -> None:
-        """Have pages for positions 0 .. tokens - 1. Raises ValueError beyond the context."""
+        """Have pages for positions 0 .. tokens - 1. Raises ValueError beyond the context, Cancelled once freed."""
         if tokens > self.context:
             raise ValueError(f"{tokens} tokens; the context holds {self.context}")
         wanted = -(-tokens // PAGE)
         with self._lock:
-            self._check_open()
+            if self._freed:
+                raise Cancelled("the model is closed")
             for group in self._groups.values():
                 for slot in range(min(sequence.pages, group.ring), min(wanted, group.ring)):
                     group.table[sequence.index, slot] = group.free.pop()
@@ -147,7 +150,3 @@ class KVCache:
         with self._lock:
             self._freed = True
             self._groups = {}
-
-    def _check_open(self) -> None:
-        if self._freed:
-            raise ValueError("the model is closed")

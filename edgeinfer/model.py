@@ -29,7 +29,7 @@ from edgeinfer.kernels.team import Cancelled
 from edgeinfer.kv import KVCache
 from edgeinfer.library import resolve
 from edgeinfer.models._transformer import Network
-from edgeinfer.planning import DEFAULT_CHUNK, WANTED_ROWS, choose_context, plan_for
+from edgeinfer.planning import DEFAULT_CHUNK, WANTED_ROWS, choose_context, is_count, plan_for
 from edgeinfer.reply import Reply
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.session import Session
@@ -77,15 +77,28 @@ class Model:
         self.config = ModelConfig.from_gguf(file)
         check_tensors(file, self.config)
         self.context = choose_context(self.config, context)
-        if not 0 < chunk <= 4096:
+        if not is_count(chunk, 4096):
             raise ValueError(f"a chunk of {chunk} tokens; expected 1 to 4096")
         self.chunk = min(chunk, self.context)
         self.threads = machine.default_threads() if threads is None else threads
-        if not 0 < self.threads <= 256:
+        if not is_count(self.threads, 256):
             raise ValueError(f"{threads} threads; expected 1 to 256")
         if level is not None and level not in LEVELS:
             raise ValueError(f"SIMD level {level!r}; known are {', '.join(LEVELS)}")
         plan_for(file, self.config, self.context, self.chunk).require()
+        kernels = code(LEVELS[level] if level else native_level())
+        self.level = kernels.level.name
+        pack_progress = (lambda done: progress("weights", done)) if progress else None
+        with FileWeights(file, kernels, self.threads, pack_progress) as weights:
+            self._prepare(weights, kernels, progress)
+        self._bandwidth: float | None = None
+        self._steps = threading.Lock()  # the rotary tables grow between steps
+        self._closing = threading.Lock()
+        self.load_seconds = time.perf_counter() - begun
+
+    def _prepare(self, weights: FileWeights, kernels: Code, progress: Progress | None) -> None:
+        """Everything else that a model has, while its weights are being packed."""
+        file = self._file
         self.tokenizer = Tokenizer.from_metadata(file.metadata, file.path)
         self.n_vocab = self.tokenizer.n_vocab
         if self.n_vocab > self.config.vocabulary:
@@ -93,22 +106,14 @@ class Model:
                 file.path, f"the tokenizer has {self.n_vocab} tokens and token_embd.weight {self.config.vocabulary} rows"
             )
         self.chat_template = _template(file, self.tokenizer)
-        self.name = str(file.metadata.get("general.name") or path.stem)
-
-        kernels = code(LEVELS[level] if level else native_level())
-        self.level = kernels.level.name
+        self.name = str(file.metadata.get("general.name") or self.path.stem)
         already = len(kernels.compiled)
         self._cache = KVCache(self.config, self.context, self.chunk)
-        self._program, self._network = self._record(kernels, progress)
+        self._program, self._network = self._record(kernels, weights, progress)
         self.compiled = kernels.compiled[already:]
-        self._bandwidth: float | None = None
-        self._steps = threading.Lock()  # the rotary tables grow between steps
-        self._closing = threading.Lock()
-        self.load_seconds = time.perf_counter() - begun
 
-    def _record(self, kernels: Code, progress: Progress | None) -> tuple[Program, Network]:
+    def _record(self, kernels: Code, weights: FileWeights, progress: Progress | None) -> tuple[Program, Network]:
         file, config = self._file, self.config
-        weights = FileWeights(file, (lambda done: progress("weights", done)) if progress else None)
         builder = Builder(kernels, weights, Step(self.chunk, min(WANTED_ROWS, self.chunk)), self._cache.layers())
         factors = file.array(ROPE_FACTORS) if ROPE_FACTORS in file.tensors else None
         try:

@@ -44,11 +44,16 @@ class Plan:
             raise MemoryLimitError(self.total, self.available or 0)
 
 
+def is_count(value: object, most: int) -> bool:
+    """Whether an option is a whole number of 1 to `most`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+
+
 def choose_context(config: ModelConfig, context: int | None) -> int:
     """The context to use: what was asked for, else the trained one, at most 4096. Raises ValueError out of range."""
     if context is None:
         return min(config.context, DEFAULT_CONTEXT)
-    if not 0 < context <= config.context:
+    if not is_count(context, config.context):
         raise ValueError(f"a context of {context} tokens; this model was trained for 1 to {config.context}")
     return context
 

@@ -172,7 +172,6 @@ class Reply:
         self.cached_tokens = _reuse(model, state, self._prompt)
         history = list(self._prompt)
         pending = self._prompt[self.cached_tokens :]
-        model.cache.reserve(state.sequence, len(history))
         try:
             while len(self.tokens) < self._room:
                 logits = self._advance(state, pending)
@@ -189,7 +188,8 @@ class Reply:
                 if self._cancelled.is_set():
                     return
                 pending = [token]
-        except Cancelled:
+        except Cancelled:  # by cancel(), or because the model was closed
+            self._cancelled.set()
             return
 
     def _advance(self, state: Cached, tokens: list[int]) -> np.ndarray:

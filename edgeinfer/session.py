@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import ContextLengthError
+from edgeinfer.planning import is_count
 from edgeinfer.reply import Cached, Reply
 from edgeinfer.sampling import SamplingParams
 
@@ -24,7 +25,7 @@ class Session:
     """
 
     def __init__(self, model: Model, template: ChatTemplate, context: int | None, system: str | None) -> None:
-        if context is not None and not 0 < context <= model.context:
+        if context is not None and not is_count(context, model.context):
             raise ValueError(f"a context of {context} tokens; the model was loaded with one of {model.context}")
         self._model, self._template = model, template
         self.context = context or model.context

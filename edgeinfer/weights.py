@@ -1,18 +1,21 @@
-"""Weights of a file, packed for the kernels one tensor at a time, each name used exactly once."""
+"""Weights of a file, packed for the kernels ahead of their use, each name used exactly once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from edgeinfer.config import ModelConfig
 from edgeinfer.formats.errors import ModelFormatError
 from edgeinfer.formats.gguf import GGUF
-from edgeinfer.kernels.packing import ROWS, Packing
+from edgeinfer.formats.gguf_header import TensorInfo
+from edgeinfer.kernels.cpu.repack import pack
+from edgeinfer.kernels.jit import Code
+from edgeinfer.kernels.packing import Packing
 from edgeinfer.kernels.packings import PACKINGS
 
-_BLOCK_ROWS = 4096  # rows packed at a time: bounds what packing needs beside its result
 ROPE_FACTORS = "rope_freqs.weight"  # taken by the rotary tables
 
 
@@ -68,15 +71,31 @@ _SHAPES = {  # role -> what its dimensions are; a bias has the first of its matr
 
 
 class FileWeights:
-    """What a Builder asks for (kernels.program.Weights), from a GGUF file. Leftovers are errors: see finish()."""
+    """What a Builder asks for (kernels.program.Weights), from a GGUF file. Leftovers are errors: see finish().
 
-    def __init__(self, file: GGUF, progress: Callable[[float], None] | None = None) -> None:
-        self._file = file
+    Matrices are packed by `threads` threads from the start, in the file's order, while the caller does other things; leave
+    the context to end them.
+    """
+
+    def __init__(self, file: GGUF, code: Code, threads: int, progress: Callable[[float], None] | None = None) -> None:
+        self._file, self._code = file, code
         self._left = {name for name in file.tensors if name != ROPE_FACTORS}
         self._total = sum(t.nbytes for t in file.tensors.values())
         self._done = 0
         self._progress = progress
-        self.streamed_bytes = 0  # of packed weights: what one decode step reads
+        self._workers = ThreadPoolExecutor(threads, "edgeinfer-pack")
+        looked_up = "token_embd.weight" if self.has("output.weight") else None  # not multiplied: it stays in the file
+        self._packed = {
+            name: self._workers.submit(self._pack, tensor)
+            for name, tensor in file.tensors.items()
+            if len(tensor.shape) == 2 and name != looked_up
+        }
+
+    def __enter__(self) -> FileWeights:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._workers.shutdown(cancel_futures=True)
 
     def has(self, name: str) -> bool:
         return name in self._file.tensors
@@ -84,21 +103,19 @@ class FileWeights:
     def packed(self, name: str) -> tuple[type[Packing], np.ndarray, int, int]:
         """Packing, tiles uint8 (tiles, tile_bytes), rows, columns. Raises ModelFormatError for a missing or odd tensor."""
         tensor = self._take(name, 2)
-        packing = PACKINGS.get(tensor.type.name)
-        if packing is None:
-            raise ModelFormatError(self._file.path, f"{name} is {tensor.type.name}, which no kernel here multiplies")
-        rows, columns = tensor.shape
-        raw = self._file.raw(name)
-        tiles = np.empty((-(-rows // ROWS), packing.tile_bytes(columns)), np.uint8)
-        for row in range(0, rows, _BLOCK_ROWS):
-            part = raw[row : row + _BLOCK_ROWS]
-            tiles[row // ROWS : (row + len(part) + ROWS - 1) // ROWS] = packing.pack(part, columns)
-        self._file.release(name)
+        packing, tiles = self._packed.pop(name).result()
         self._done += tensor.nbytes
-        self.streamed_bytes += tiles.nbytes
         if self._progress:
             self._progress(self._done / self._total)
-        return packing, tiles, rows, columns
+        return packing, tiles, *tensor.shape
+
+    def _pack(self, tensor: TensorInfo) -> tuple[type[Packing], np.ndarray]:
+        packing = PACKINGS.get(tensor.type.name)
+        if packing is None:
+            raise ModelFormatError(self._file.path, f"{tensor.name} is {tensor.type.name}, which no kernel here multiplies")
+        tiles = pack(packing, self._file.raw(tensor.name), tensor.shape[1], self._code)
+        self._file.release(tensor.name)
+        return packing, tiles
 
     def vector(self, name: str) -> np.ndarray:
         """f32 (n,)."""
@@ -112,7 +129,7 @@ class FileWeights:
             some = ", ".join(sorted(self._left)[:5])
             raise ModelFormatError(self._file.path, f"{len(self._left)} tensors that this architecture does not use: {some}")
 
-    def _take(self, name: str, dimensions: int):  # type: ignore[no-untyped-def]
+    def _take(self, name: str, dimensions: int) -> TensorInfo:
         tensor = self._file.tensors.get(name)
         if tensor is None:
             raise ModelFormatError(self._file.path, f"tensor {name} is missing")

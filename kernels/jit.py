@@ -9,7 +9,7 @@ without Numba being imported. This is the only file that touches Numba's interna
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+import importlib.util
 import inspect
 import os
 import stat
@@ -209,8 +209,10 @@ def _source_hash() -> str:
     digest = hashlib.sha256()
     for path in _source_files():
         digest.update(path.relative_to(_ROOM).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    for package in ("numba", "llvmlite"):
-        digest.update(importlib.metadata.version(package).encode() + b"\0")
+    for package in ("numba", "llvmlite"):  # their version files, found without importing numba
+        spec = importlib.util.find_spec(package)
+        if spec and spec.origin:
+            digest.update((Path(spec.origin).parent / "_version.py").read_bytes() + b"\0")
     digest.update(sys.platform.encode())
     return digest.hexdigest()
 

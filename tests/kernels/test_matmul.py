@@ -14,6 +14,7 @@ import pytest
 from edgeinfer.formats import blocks
 from edgeinfer.kernels import jit, levels
 from edgeinfer.kernels.cpu import matmul as args
+from edgeinfer.kernels.cpu import repack
 from edgeinfer.kernels.cpu.matmul_float import matmul_kernel
 from edgeinfer.kernels.cpu.walk import OP_ROW_COUNT, OP_WORDS
 from edgeinfer.kernels.packings import PACKINGS
@@ -311,3 +312,12 @@ def test_every_level_compiles_to_its_instructions(name: str, level: levels.Level
 @pytest.mark.parametrize("name", QUANTIZED + FLOATS)
 def test_every_type_compiles_at_every_level(name: str, level: levels.Level) -> None:
     assert jit.compile_kernel(matmul_kernel(name, level), level, triple=X86)
+
+
+@pytest.mark.parametrize("name", sorted(PACKINGS))
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_the_packing_kernel_gives_what_numpy_packing_gives(name: str, rows: int) -> None:
+    layout = PACKINGS[name]
+    columns = 2 * max(layout.values, 32)
+    raw = np.random.default_rng(rows).integers(0, 256, (rows, columns // layout.values * layout.nbytes), np.uint8)
+    assert np.array_equal(repack.pack(layout, raw, columns, jit.code(levels.native_level())), layout.pack(raw, columns))

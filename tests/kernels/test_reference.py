@@ -42,18 +42,16 @@ def test_fma_is_rounded_once() -> None:
     c = (rng.standard_normal(3000) * 2.0 ** rng.integers(-40, 40, 3000)).astype(np.float32)
     c[:1000] = -(a * b)[:1000]  # what is left is the product's rounding error
     c[1000:1500] = (a * b)[1000:1500] * np.float32(2.0**24)
-    # 1 + 2^-24 is a tie of f32; what decides it lies beyond float64's last bit
-    a[-4:], b[-4:] = 1 + 2.0**-12, [2.0**-12, 2.0**-12, -(2.0**-12), -(2.0**-12)]
-    c[-4:] = [1.0, 1 + 2.0**-23, 1.0, 2.0**30]
+    a[-3:], b[-3:], c[-3:] = 1 + 2.0**-12, [2.0**-12, 2.0**-12, -(2.0**-12)], [1.0, 1 + 2.0**-23, 1.0]  # ties
     for x, y, z, found in zip(a, b, c, fma(a, b, c), strict=True):
         assert found == rounded(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)))
 
 
-def test_fma_decides_ties_by_what_double_loses() -> None:
-    a, b = np.float32(1 + 2.0**-23), np.float32(2.0**-24)  # a * b is a little above the tie 2^-24
-    tiny = np.float32(2.0**-80)
-    assert fma(a, b, np.ones(1, np.float32))[0] == 1 + 2.0**-23
-    assert fma(tiny, tiny, np.full(1, 1 + 2.0**-23, np.float32))[0] == np.float32(1 + 2.0**-23)
+def test_fma_decides_ties_by_what_float64_loses() -> None:
+    above, below = np.float32(1 + 2.0**-23), np.float32(2.0**-24 * (1 - 2.0**-23))
+    product = Fraction(float(above)) * Fraction(float(below))  # 2^-24 - 2^-70
+    assert float(1 + Fraction(2) ** -23 + product) == 1 + 2.0**-23 + 2.0**-24  # to float64 it is a tie of f32
+    assert fma(above, below, np.array([above]))[0] == above
 
 
 def test_exp_and_tanh_are_good() -> None:

