@@ -236,6 +236,10 @@ class Model:
         """Wake a step that is running, so that it sees its cancellation."""
         self._program.stop()
 
+    def read_bandwidth(self) -> float:
+        """Bytes per second at which the model's threads can read its weights, measured now."""
+        return self._program.read_bandwidth()
+
     def bandwidth_share(self, tokens_per_second: float) -> float | None:
         """Which share of the memory's read bandwidth one-row decoding at that speed uses; measured once, on the weights.
 
@@ -244,7 +248,7 @@ class Model:
         with self._closing:
             while self._bandwidth is None and not self.closed:
                 with suppress(Cancelled):  # meant for a reply
-                    self._bandwidth = self._program.read_bandwidth()
+                    self._bandwidth = self.read_bandwidth()
         if self._bandwidth is None:
             return None
         share = tokens_per_second * self._program.weight_bytes / self._bandwidth

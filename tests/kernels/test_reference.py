@@ -197,7 +197,7 @@ def test_the_reference_gives_what_transformers_gives(model: str, prompt: str, re
 @pytest.mark.model
 @pytest.mark.slow
 def test_kernels_give_a_real_model_the_defined_bits(real_model: Callable[[str], Path]) -> None:
-    path, ids = real_model("smollm2-135m"), np.load(TESTS / "data" / "golden" / "smollm2-135m-q4_1.chat.npz")["ids"]
+    path, ids = real_model("smollm2-135m"), np.load(TESTS / "data" / "golden" / "smollm2-135m-q4_1.chat.npz")["ids"][:12]
     expected = by_reference.reference_logits(path, ids, SameArithmetic, wanted=[len(ids) - 1])[0]
     with edgeinfer.load(path) as loaded:
         assert np.array_equal(loaded.logits(ids.tolist())[-1], expected)
