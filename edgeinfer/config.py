@@ -127,7 +127,7 @@ class _Reader:
         windows, ropes = self._layers(layers)
         table = self.file.tensors.get("token_embd.weight")
         if table is None or len(table.shape) != 2 or table.shape[1] != embedding:
-            raise self.error(f"token_embd.weight is missing or not (vocabulary, {embedding})")
+            raise self.error(f"token_embd.weight is missing or not (vocabulary, {arch}.embedding_length = {embedding})")
         return ModelConfig(
             architecture=arch,
             vocabulary=table.shape[0],

@@ -116,6 +116,10 @@ class Model:
         file, config = self._file, self.config
         builder = Builder(kernels, weights, Step(self.chunk, min(WANTED_ROWS, self.chunk)), self._cache.layers())
         factors = file.array(ROPE_FACTORS) if ROPE_FACTORS in file.tensors else None
+        if factors is not None and not (np.isfinite(factors) & (factors > 0)).all():
+            raise ModelFormatError(file.path, f"{ROPE_FACTORS} holds values that divide no frequency; expected positive ones")
+        if factors is not None and any(rope.scaling.kind == "llama3" for rope in config.ropes):
+            raise ModelFormatError(file.path, f"{ROPE_FACTORS} and llama3 rope scaling both: frequencies would be scaled twice")
         try:
             network = Network(config, builder, self.context, "output.weight" not in file.tensors, factors)
             import_module(f"edgeinfer.models.{config.architecture}").describe(network)

@@ -12,6 +12,7 @@ from edgeinfer.formats.gguf import GGUF, open_gguf
 from edgeinfer.kernels.packing import ROWS, SPAN
 from edgeinfer.kernels.packings import PACKINGS
 from edgeinfer.kv import sequence_bytes
+from edgeinfer.weights import check_tensors
 
 DEFAULT_CONTEXT = 4096
 DEFAULT_CHUNK = 512
@@ -62,6 +63,7 @@ def plan(path: str | os.PathLike[str], context: int | None = None, chunk: int = 
     """What loading the file with that context takes. Raises ModelFormatError, and ValueError for a context out of range."""
     with open_gguf(path) as file:
         config = ModelConfig.from_gguf(file)
+        check_tensors(file, config)
         return plan_for(file, config, choose_context(config, context), chunk)
 
 

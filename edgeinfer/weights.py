@@ -113,14 +113,26 @@ class FileWeights:
         packing = PACKINGS.get(tensor.type.name)
         if packing is None:
             raise ModelFormatError(self._file.path, f"{tensor.name} is {tensor.type.name}, which no kernel here multiplies")
+        self._check_finite(tensor)
         tiles = pack(packing, self._file.raw(tensor.name), tensor.shape[1], self._code)
         self._file.release(tensor.name)
         return packing, tiles
 
     def vector(self, name: str) -> np.ndarray:
         """f32 (n,)."""
-        self._take(name, 1)
+        self._check_finite(self._take(name, 1))
         return np.ascontiguousarray(self._file.array(name))
+
+    def _check_finite(self, tensor: TensorInfo) -> None:
+        """Raises ModelFormatError for a scale or weight that is infinite or NaN: kernels saturate, and would hide it."""
+        blocks = tensor.type.blocks(self._file.raw(tensor.name))
+        fields = [blocks[name] for name in blocks.dtype.names] if blocks.dtype.names else [blocks]
+        if tensor.type.name == "BF16":
+            sound = bool((blocks & 0x7F80 != 0x7F80).all())
+        else:
+            sound = all(np.isfinite(field).all() for field in fields if field.dtype.kind == "f")
+        if not sound:
+            raise ModelFormatError(self._file.path, f"{tensor.name} holds infinite values or NaN")
 
     def finish(self) -> None:
         """Raises ModelFormatError when tensors are left that the architecture did not ask for."""

@@ -128,10 +128,12 @@ def quantized(x: Array) -> tuple[Array, Array]:
     """f32 (rows, columns) -> integers -127..127 i32 (rows, columns), scales f32 (rows, columns / 32)."""
     spans = x.reshape(len(x), -1, SPAN)
     top = np.abs(spans).max(-1)
-    present = top > np.float32(1e-30)
+    present = (top > np.float32(1e-30)) & np.isfinite(top)
     inverse = np.where(present, np.float32(127.0) / np.where(present, top, np.float32(1.0)), np.float32(0.0))
-    quants = np.rint(spans * inverse[..., None]).astype(np.int32)
-    return quants.reshape(x.shape), top / np.float32(127.0)
+    with np.errstate(invalid="ignore"):
+        scaled = np.rint(spans * inverse[..., None])
+        scales = top / np.float32(127.0) + (top - top)  # NaN where a span is not finite
+    return np.where(np.isnan(scaled), 0, scaled).astype(np.int32).reshape(x.shape), scales
 
 
 # functions of f32 arrays, rounded as the kernels round

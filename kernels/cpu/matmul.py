@@ -92,9 +92,10 @@ def _span_products(s: Simd, packing: type[Packing], blocks: list[Value], index: 
             else:
                 weighted = s.b.fmul(s.load(F32, record), s.to_f32(activation_sum))
             for tile, span in enumerate(spans):
-                total = dots[tile][row][g].result()
-                if packing.offset:
-                    total = s.b.sub(total, s.splat(s.b.mul(activation_sum, s.i32(packing.offset))))
+                dot = dots[tile][row][g]
+                total, offset = dot.result(), packing.offset + dot.excess
+                if offset:
+                    total = s.b.sub(total, s.splat(s.b.mul(activation_sum, s.i32(offset))))
                 value = s.fma(s.to_f32(total), s.b.fmul(span.scales[g], scale), sums[tile][row].get())
                 if span.minimums:
                     value = s.fma(span.minimums[g], s.splat(weighted), value)

@@ -26,19 +26,24 @@ def quantize_spans(s: Simd, x: Value, quants: Value, records: Value, spans: Valu
     """f32 -> int8 in -127..127 with a scale for each span: scale = max|x| / 127, quant = nearest(x * (127 / max|x|)).
 
     A span below 1e-30 is zero: 127 / max|x| would overflow, and what infinity is as an integer depends on the processor.
+    A span with a NaN or an infinity has the scale NaN, so that what it takes part in is NaN too.
     """
     b = s.b
     with s.loop(spans) as span:
         at = s.at(x, span, 4 * SPAN)
         halves = [s.load(F32X, at), s.load(F32X, s.at(at, VECTOR))]
-        magnitude = s.largest(s.max(*(s.call("llvm.fabs.v16f32", F32X, v) for v in halves)))
-        scale = b.fdiv(magnitude, s.f32(127.0))
-        present = b.fcmp_ordered(">", magnitude, s.f32(1e-30))
+        # as integers, magnitudes are in the same order, infinity above every number and NaN above infinity
+        low, high = (b.and_(b.bitcast(v, I32X), s.const(I32X, 0x7FFFFFFF)) for v in halves)
+        magnitude = b.bitcast(s.tree(s.greater(low, high), s.greater), F32)
+        not_finite = b.fsub(magnitude, magnitude)  # NaN, or else 0
+        scale = b.fadd(b.fdiv(magnitude, s.f32(127.0)), not_finite)
+        present = b.and_(b.fcmp_ordered(">", magnitude, s.f32(1e-30)), b.fcmp_ordered("==", not_finite, s.f32(0.0)))
         inverse = b.select(present, b.fdiv(s.f32(127.0), b.select(present, magnitude, s.f32(1.0))), s.f32(0.0))
         record = s.at(records, span, RECORD)
         sums = []
         for i, v in enumerate(halves):
-            q = b.fptosi(s.nearest(b.fmul(v, s.splat(inverse))), I32X)
+            scaled = s.nearest(b.fmul(v, s.splat(inverse)))
+            q = b.fptosi(b.select(b.fcmp_ordered("==", scaled, scaled), scaled, s.const(F32X, 0.0)), I32X)
             s.store(b.trunc(q, I8X), s.at(s.at(quants, span, SPAN), 16 * i))
             sums.append(s.total(q))
             s.store(sums[i], s.at(record, 8 + 4 * i))

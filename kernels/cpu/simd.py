@@ -161,6 +161,10 @@ class Simd:
     def max(self, a: Value, b: Value) -> Value:
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
 
+    def greater(self, a: Value, b: Value) -> Value:
+        """The larger of signed integers."""
+        return self.b.select(self.b.icmp_signed(">", a, b), a, b)
+
     def min(self, a: Value, b: Value) -> Value:
         return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
 
@@ -362,13 +366,15 @@ class Dot:
     """Integer dot of weight bytes with int8 activations, four products a lane and vector, exact at every level.
 
     Weights have at most `weight_bits` bits, a sign among them if `signed`; activations lie in -127..127. `vectors` are
-    added in all, in steps of a loop; end_step() closes each.
+    added in all, in steps of a loop; end_step() closes each. The result is too large by `excess` times the sum of the
+    activations, which the caller knows and subtracts.
     """
 
     def __init__(self, s: Simd, weight_bits: int, signed: bool, vectors: int) -> None:
         self.s, self.signed = s, signed
         kind = s.level.dot
         self._multiply = {"plain": self._plain, "maddubs": self._maddubs}.get(kind, self._vnni)
+        self.excess = 128 if signed and self._multiply == self._vnni else 0
         # maddubs adds two products in 16 bits: 2 * 15 * 127 = 3,810, so eight sums of 4-bit weights fit, two of 6-bit
         largest = 1 << weight_bits - 1 if signed else (1 << weight_bits) - 1
         self._room = 32767 // (2 * largest * 127)
@@ -397,21 +403,16 @@ class Dot:
         self._carried.set(self.s.b.add(self._carried.get(), sums))
 
     def _vnni(self, w: Value, a: Value) -> None:
-        s, b = self.s, self.s.b
-        terms = [(w, a)]
-        if self.signed:  # vpdpbusd takes unsigned weights, so w = (w + 128) - 128
-            offset = s.const(BYTES, -128)
-            terms = [(b.xor(w, offset), a), (offset, b.sub(s.const(BYTES, 0), a))]
+        s = self.s
+        if self.signed:
+            w = s.b.xor(w, s.const(BYTES, -128))  # vpdpbusd takes unsigned weights: w + 128
         width = 16 if s.level.dot == "vnni512" else 8
-        lanes, name = ir.VectorType(I32, width), f"llvm.x86.avx512.vpdpbusd.{32 * width}"
-        total = self._carried.get()
-        for x, y in terms:
-            parts = [
-                s.call(name, lanes, s.part(total, i, width), s.part(x, 4 * i, 4 * width), s.part(y, 4 * i, 4 * width))
-                for i in range(0, LANES, width)
-            ]
-            total = parts[0] if len(parts) == 1 else s.join(*parts)
-        self._carried.set(total)
+        lanes, name, total = ir.VectorType(I32, width), f"llvm.x86.avx512.vpdpbusd.{32 * width}", self._carried.get()
+        parts = [
+            s.call(name, lanes, s.part(total, i, width), s.part(w, 4 * i, 4 * width), s.part(a, 4 * i, 4 * width))
+            for i in range(0, LANES, width)
+        ]
+        self._carried.set(parts[0] if len(parts) == 1 else s.join(*parts))
 
     def _maddubs(self, w: Value, a: Value) -> None:
         s = self.s

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 import gguf
+import llvmlite.ir as ir
 import numpy as np
 import pytest
 
@@ -16,6 +19,7 @@ from edgeinfer.kernels import jit, levels
 from edgeinfer.kernels.cpu import matmul as args
 from edgeinfer.kernels.cpu import repack
 from edgeinfer.kernels.cpu.matmul_float import matmul_kernel
+from edgeinfer.kernels.cpu.simd import Simd, Value
 from edgeinfer.kernels.cpu.walk import OP_ROW_COUNT, OP_WORDS
 from edgeinfer.kernels.packings import PACKINGS
 
@@ -83,7 +87,7 @@ def activations(name: str, rows: int, columns: int, seed: int = 1) -> Activation
 
 
 def multiply(name: str, level: levels.Level, raw: np.ndarray, x: Activations, bias: np.ndarray | None = None,
-             out: np.ndarray | None = None, grain: int = 2) -> np.ndarray:  # fmt: skip
+             out: np.ndarray | None = None, grain: int = 5) -> np.ndarray:  # fmt: skip
     """f32 (rows of x, rows of raw padded to 16) by the kernel; added to `out`, in place, where that is given."""
     layout = PACKINGS[name]
     rows, columns = x.quants.shape
@@ -118,15 +122,15 @@ def check_close(out: np.ndarray, name: str, raw: np.ndarray, x: Activations) -> 
 @pytest.mark.parametrize("name", QUANTIZED + FLOATS)
 def test_every_size_and_level_gives_a_row_the_same_right_bits(name: str) -> None:
     unit = blocks.BY_NAME[name].values if name in QUANTIZED else 7
-    for outputs, columns in ((1, unit), (16, 2 * unit), (40, 5 * unit)):
+    for outputs, columns in ((1, unit), (16, 2 * unit), (100, 3 * unit)):
         raw = weights(name, outputs, columns, seed=outputs)
         x = activations(name, 9, columns)
-        alone = np.concatenate([multiply(name, HERE[0], raw, x[row]) for row in range(9)])
+        alone = np.concatenate([multiply(name, HERE[0], raw, x[row], grain=1 + row % 7) for row in range(9)])
         check_close(alone, name, raw, x)
         for level in HERE:
             for rows in (1, 2, 3, 5, 9):
                 some = Activations(x.quants[:rows], x.records[:rows])
-                together = multiply(name, level, raw, some, grain=1 + rows % 2)
+                together = multiply(name, level, raw, some, grain=4 + rows % 3)
                 assert np.array_equal(together.view(np.int32), alone[:rows].view(np.int32)), (level.name, rows)
 
 
@@ -312,6 +316,43 @@ def test_every_level_compiles_to_its_instructions(name: str, level: levels.Level
 @pytest.mark.parametrize("name", QUANTIZED + FLOATS)
 def test_every_type_compiles_at_every_level(name: str, level: levels.Level) -> None:
     assert jit.compile_kernel(matmul_kernel(name, level), level, triple=X86)
+
+
+def in_plain_code(s: Simd, name: str, result: ir.Type, *args: Value) -> Value:
+    """AVX-512's vpdpbusd and vpshufb, spelled out: what `Simd.call` emits for them on a processor that lacks them."""
+    b = s.b
+    if ".vpdpbusd." in name:
+        total, w, a = args
+        wide = ir.VectorType(ir.IntType(32), w.type.count)
+        products = b.mul(b.zext(w, wide), b.sext(a, wide))
+        for part in range(4):
+            lanes = ir.Constant(ir.VectorType(ir.IntType(32), result.count), list(range(part, w.type.count, 4)))
+            total = b.add(total, b.shuffle_vector(products, products, lanes))
+        return total
+    if ".pshuf.b.512" in name:
+        table, codes = args
+        halves = [call(s, "llvm.x86.avx2.pshuf.b", ir.VectorType(ir.IntType(8), 32), s.part(table, i, 32), s.part(codes, i, 32))
+                  for i in (0, 32)]  # fmt: skip
+        return s.join(*halves)
+    return call(s, name, result, *args)
+
+
+call = Simd.call
+
+
+@pytest.mark.skipif("avx2" not in levels.host_features(), reason="a processor with AVX2")
+@pytest.mark.parametrize("name", [name for name, layout in PACKINGS.items() if layout.quantized])
+@pytest.mark.parametrize("dot", ["vnni512", "vnni256"])
+def test_vnni_code_gives_the_same_bits(name: str, dot: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The code for processors with VNNI, with its few instructions that this one may lack spelled out in others."""
+    monkeypatch.setattr(Simd, "call", in_plain_code)
+    monkeypatch.setattr(jit, "cache_root", lambda: tmp_path)  # the key of a cached kernel knows nothing of this
+    like = "avx512vnni" if dot == "vnni512" else "avxvnni"
+    level = dataclasses.replace(levels.LEVELS[like], name=f"spelled-{dot}", cpu="x86-64-v3", features="")
+    raw = weights(name, 100, 512)
+    for rows in (1, 2, 5):
+        x = activations(name, rows, 512)
+        assert np.array_equal(multiply(name, level, raw, x), multiply(name, levels.LEVELS["plain"], raw, x))
 
 
 @pytest.mark.parametrize("name", sorted(PACKINGS))

@@ -208,6 +208,32 @@ def test_what_produces_rows_quantizes_them_to_the_same_bits(producer: str, level
 
 
 @EVERY_LEVEL
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_span_that_is_not_finite_has_the_scale_nan_and_spoils_no_other(bad: float, level: str) -> None:
+    kept: list[Rows] = []
+
+    def describe(b: Builder) -> None:
+        kept.append(b.embed(96))
+        b.quantize(kept[0])
+        b.output(kept[0])
+
+    inputs = random(16, 96)
+    program = Recorded(describe, Weights(), 96, 16, level=level)
+    clean = inputs.copy()
+    program(clean)
+    (x,) = kept
+    assert x.quants is not None and x.records is not None
+    quants, records = x.quants.copy(), x.records.copy()
+    inputs[:, 40] = bad
+    program(inputs)
+    scales = x.records.view(np.float32).reshape(16, 3, 4)[..., 0]
+    assert np.isnan(scales[:, 1]).all()
+    for span in (0, 2):
+        assert np.array_equal(x.quants[:, 32 * span : 32 * span + 32], quants[:, 32 * span : 32 * span + 32])
+        assert np.array_equal(x.records[:, 16 * span : 16 * span + 16], records[:, 16 * span : 16 * span + 16])
+
+
+@EVERY_LEVEL
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gated(activation: str, level: str) -> None:
     columns = 1056  # more than two units of work
