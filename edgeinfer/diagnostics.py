@@ -62,7 +62,7 @@ def _self_test() -> str:
     """A small product of 4-bit weights by this processor's kernels, the plain ones, and NumPy in float64."""
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (32, 2 * Q4_0.nbytes), dtype=np.uint8)
-    raw.reshape(32, 2, Q4_0.nbytes)[..., :2] = np.float16([0.01]).view(np.uint8)
+    raw.reshape(32, 2, Q4_0.nbytes)[..., :2] = np.array([0.01], np.float16).view(np.uint8)
     x = rng.standard_normal((1, 64)).astype(np.float32)
     native, plain = (_product(code(level), raw, x) for level in (native_level(), LEVELS["plain"]))
     exact = x.astype(np.float64) @ Q4_0.decode(raw).astype(np.float64).T

@@ -43,13 +43,13 @@ def sequence_bytes(config: ModelConfig, context: int, step: int) -> int:
 class _Group:
     """The layers with one window: their arena, the table of rings, and the pages that are free."""
 
-    def __init__(self, config: ModelConfig, window: int, context: int, step: int) -> None:
+    def __init__(self, config: ModelConfig, window: int, context: int, step: int, sequences: int) -> None:
         self.ring = ring_pages(window, context, step)
         self.page_bytes = page_bytes(config, config.windows.count(window))
-        count = self.ring * MAX_SEQUENCES
+        count = self.ring * sequences
         self._map = _reserved(count * self.page_bytes)
         self.arena = np.frombuffer(self._map, np.uint8).reshape(count, self.page_bytes)
-        self.table = np.zeros((MAX_SEQUENCES, self.ring), np.int64)
+        self.table = np.zeros((sequences, self.ring), np.int64)
         self.free = list(range(count - 1, -1, -1))
 
     def release(self, page: int) -> None:
@@ -84,12 +84,24 @@ class KVCache:
     """The pages of one model. Thread-safe: sessions in several threads take and return sequences."""
 
     def __init__(self, config: ModelConfig, context: int, step: int) -> None:
-        """context: most tokens in a sequence. step: most tokens that one step appends."""
+        """context: most tokens in a sequence. step: most tokens that one step appends.
+
+        Raises MemoryError where the process may not even reserve the addresses of one sequence.
+        """
         self.context = context
-        self._groups = {window: _Group(config, window, context, step) for window in sorted(set(config.windows))}
+        windows = sorted(set(config.windows))
+        self.sequences = MAX_SEQUENCES
+        while True:
+            try:
+                self._groups = {window: _Group(config, window, context, step, self.sequences) for window in windows}
+                break
+            except OSError as error:  # a limit on addresses (ulimit -v): do with fewer sequences
+                if self.sequences == 1:
+                    raise MemoryError(str(error)) from None
+                self.sequences //= 4
         self._windows = config.windows
         self._layer_bytes = page_bytes(config, 1)
-        self._free = list(range(MAX_SEQUENCES - 1, -1, -1))
+        self._free = list(range(self.sequences - 1, -1, -1))
         self._lock = threading.RLock()  # a forgotten reply is closed by the garbage collector, wherever that runs
         self._freed = False
 
@@ -103,12 +115,12 @@ class KVCache:
         return places
 
     def open(self) -> CacheSequence:
-        """A new, empty sequence. Raises RuntimeError when MAX_SEQUENCES are open, ValueError once freed."""
+        """A new, empty sequence. Raises RuntimeError when all (16, as a rule) are open, ValueError once freed."""
         with self._lock:
             if self._freed:
                 raise ValueError("the model is closed")
             if not self._free:
-                raise RuntimeError(f"{MAX_SEQUENCES} sequences are open on this model; close a session first")
+                raise RuntimeError(f"{self.sequences} sequences are open on this model; close a session first")
             return CacheSequence(self._free.pop())
 
     def reserve(self, sequence: CacheSequence, tokens: int) -> None:

@@ -12,13 +12,13 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from edgeinfer import machine
 from edgeinfer.config import ModelConfig
-from edgeinfer.errors import ContextLengthError, ModelFormatError, TemplateError
+from edgeinfer.errors import ContextLengthError, MemoryLimitError, ModelFormatError, TemplateError
 from edgeinfer.formats.gguf import GGUF, open_gguf
 from edgeinfer.formats.tokenizer import Tokenizer
 from edgeinfer.kernels.jit import Code, code
@@ -29,7 +29,7 @@ from edgeinfer.kernels.team import Cancelled
 from edgeinfer.kv import KVCache
 from edgeinfer.library import resolve
 from edgeinfer.models._transformer import Network
-from edgeinfer.planning import DEFAULT_CHUNK, WANTED_ROWS, choose_context, is_count, plan_for
+from edgeinfer.planning import DEFAULT_CHUNK, WANTED_ROWS, choose_context, is_count, plan, plan_for
 from edgeinfer.reply import Reply
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.session import Session
@@ -59,6 +59,10 @@ def load(model: str | os.PathLike[str], *, threads: int | None = None, context: 
     file = open_gguf(path)
     try:
         return Model(file, Path(path), threads, context, chunk, progress, level, begun)
+    except MemoryError:  # a limit that the plan did not foresee
+        file.close()
+        needed = plan(path, context, chunk)
+        raise MemoryLimitError(needed.total, needed.available or 0) from None
     except BaseException:
         file.close()
         raise
@@ -176,9 +180,9 @@ class Model:
 
     def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
         """Logits of one fresh pass: float32 (len(ids), vocabulary). For a list of id lists, one batch, a list of such arrays."""
-        if len(ids) and not isinstance(ids[0], (int, np.integer)):
-            return self._logits([list(row) for row in ids])  # type: ignore[union-attr]
-        return self._logits([[int(i) for i in ids]])[0]  # type: ignore[arg-type]
+        if len(ids) and isinstance(ids[0], Sequence):
+            return self._logits([[int(i) for i in row] for row in cast("Sequence[Sequence[int]]", ids)])
+        return self._logits([[int(i) for i in cast("Sequence[int]", ids)]])[0]
 
     def _logits(self, batch: list[list[int]]) -> list[np.ndarray]:
         for ids in batch:
@@ -223,7 +227,8 @@ class Model:
                 raise Cancelled("the model is closed")
             for table in self._network.tables.values():
                 table.reach(max(positions) + 1)
-        self._program.forward(*(np.asarray(x, np.int64) for x in (tokens, positions, sequences)), wanted, take, cancelled)
+        rows = [np.asarray(x, np.int64) for x in (tokens, positions, sequences)]
+        self._program.forward(rows[0], rows[1], rows[2], wanted, take, cancelled)
 
     def check_length(self, tokens: int) -> None:
         """Raises ContextLengthError for a prompt that does not fit, ValueError for an empty one."""

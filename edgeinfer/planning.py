@@ -17,7 +17,8 @@ from edgeinfer.weights import check_tensors
 DEFAULT_CONTEXT = 4096
 DEFAULT_CHUNK = 512
 WANTED_ROWS = 64  # rows whose logits are computed at once
-_PROCESS = 110 << 20  # Python, its packages, a tokenizer: measured, see tests/runtime/test_memory.py
+# measured, see tests/runtime/test_memory.py: Python and its packages; the tokenizer, for each token of the vocabulary
+_PROCESS, _TOKEN = 115 << 20, 500
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def plan(path: str | os.PathLike[str], context: int | None = None, chunk: int = 
     with open_gguf(path) as file:
         config = ModelConfig.from_gguf(file)
         check_tensors(file, config)
-        return plan_for(file, config, choose_context(config, context), chunk)
+        chosen = choose_context(config, context)
+        return plan_for(file, config, chosen, min(chunk, chosen))
 
 
 def plan_for(file: GGUF, config: ModelConfig, context: int, chunk: int) -> Plan:
@@ -86,4 +88,5 @@ def plan_for(file: GGUF, config: ModelConfig, context: int, chunk: int) -> Plan:
     tables = len(set(config.ropes)) * context * config.rope_dims * 4
     scratch = chunk * (roles * 4 + quantized) + logits + tables
     kv = sequence_bytes(config, context, chunk)
-    return Plan(context, weights, kv, scratch, _PROCESS, machine.available_memory())
+    process = _PROCESS + _TOKEN * len(file.get("tokenizer.ggml.tokens", list, []))
+    return Plan(context, weights, kv, scratch, process, machine.available_memory())

@@ -48,7 +48,7 @@ def frequencies(dims: int, base: float, scaling: RopeScaling, factors: np.ndarra
     factors: float (dims / 2,), what a file's rope_freqs.weight divides each frequency by.
     """
     exponents = np.arange(0, dims, 2, dtype=np.float64) / dims
-    plain = exp(-exponents * log(np.array([base], np.float64)))
+    plain: np.ndarray = exp(-exponents * log(np.array([base], np.float64)))
     if factors is not None:
         plain = plain / np.asarray(factors, np.float64)
     if scaling.kind == "linear":
@@ -58,7 +58,7 @@ def frequencies(dims: int, base: float, scaling: RopeScaling, factors: np.ndarra
         turns = scaling.original * plain / (2 * math.pi)  # within the original context
         blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         blend = np.clip(blend, 0.0, 1.0)
-        return (1.0 - blend) * plain / scaling.factor + blend * plain
+        return np.asarray((1.0 - blend) * plain / scaling.factor + blend * plain)
     if scaling.kind == "yarn":
         def correction(rotations: float) -> float:
             """The pair that makes this many turns within the original context."""
@@ -69,7 +69,7 @@ def frequencies(dims: int, base: float, scaling: RopeScaling, factors: np.ndarra
         low = max(0.0, math.floor(correction(scaling.beta_fast)))
         high = min(dims - 1.0, math.ceil(correction(scaling.beta_slow)))
         ramp = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
-        return plain * (1.0 - ramp) + plain / scaling.factor * ramp
+        return np.asarray(plain * (1.0 - ramp) + plain / scaling.factor * ramp)
     return plain
 
 

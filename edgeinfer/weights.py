@@ -107,7 +107,8 @@ class FileWeights:
         self._done += tensor.nbytes
         if self._progress:
             self._progress(self._done / self._total)
-        return packing, tiles, *tensor.shape
+        rows, columns = tensor.shape
+        return packing, tiles, rows, columns
 
     def _pack(self, tensor: TensorInfo) -> tuple[type[Packing], np.ndarray]:
         packing = PACKINGS.get(tensor.type.name)
@@ -128,7 +129,7 @@ class FileWeights:
         blocks = tensor.type.blocks(self._file.raw(tensor.name))
         fields = [blocks[name] for name in blocks.dtype.names] if blocks.dtype.names else [blocks]
         if tensor.type.name == "BF16":
-            sound = bool((blocks & 0x7F80 != 0x7F80).all())
+            sound = bool(((blocks.view(np.uint16) & 0x7F80) != 0x7F80).all())
         else:
             sound = all(np.isfinite(field).all() for field in fields if field.dtype.kind == "f")
         if not sound:

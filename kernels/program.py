@@ -52,6 +52,10 @@ class Weights(Protocol):
     def has(self, name: str) -> bool: ...
 
 
+Memory = tuple[np.ndarray, int]  # an array, and how many of its bytes a kernel may touch
+Argument = int | Memory  # a number, or the address of memory
+
+
 @dataclass
 class Rows:
     """Rows of f32 in a buffer, (rows, columns padded to whole spans), and once needed their quantized form."""
@@ -75,7 +79,7 @@ class _Op:
     rows_per_chunk: int
     count: int
     arguments: dict[int, int]
-    memory: dict[int, tuple[np.ndarray, int]] = field(default_factory=dict)  # argument -> array, bytes the kernel may touch
+    memory: dict[int, Memory] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
     barrier: bool = True
 
@@ -130,11 +134,12 @@ class Builder:
             out = Rows(add.data, outputs, x.count) if add else self._rows(_role(name), outputs, x.count)
             if add and outputs != add.columns:
                 raise ValueError(f"{name}.weight has {outputs} rows; the residual has {add.columns} columns")
-            bias: tuple[np.ndarray, int] | int = 0
+            bias: Argument = 0
             if self.weights.has(name + ".bias"):
                 bias = self._keep(_padded(self.weights.vector(name + ".bias"), len(tiles) * TILE_ROWS))
             self.tiles.append(tiles)
             grain = matmul.WIDE * max(1, _CHUNK_BYTES // (matmul.WIDE * tiles.shape[1]))
+            inputs: dict[int, Argument]
             if packing.quantized:
                 self.quantize(x)
                 assert x.quants is not None and x.records is not None
@@ -147,7 +152,7 @@ class Builder:
             self._emit(
                 matmul_kernel(packing.name, self.code.level), -(-len(tiles) // grain), _ALL, x.count,
                 {matmul.WEIGHTS: (tiles, tiles.nbytes), matmul.TILE_BYTES: tiles.shape[1], matmul.TILES: len(tiles),
-                 matmul.GRAIN: grain, matmul.SPANS: columns // SPAN if packing.quantized else columns, **inputs,
+                 matmul.GRAIN: grain, matmul.SPANS: packing.spans(columns), **inputs,
                  matmul.OUT: self._memory(out), matmul.OUT_STRIDE: out.data.strides[0],
                  matmul.ADDEND: self._memory(out) if add else 0, matmul.BIAS: bias},
                 {matmul.OUT}, barrier=name is names[-1],
@@ -228,15 +233,17 @@ class Builder:
             records = self._array(n * spans * matmul.RECORD).reshape(n, spans * matmul.RECORD)
             self._quantized[key] = quants, records
         x.quants, x.records = self._quantized[key]
-        targets = {
+        targets: dict[int, Argument] = {
             rows.QUANTS: self._span_memory(x.quants, x), rows.QUANTS_STRIDE: x.quants.strides[0],
             rows.RECORDS: self._span_memory(x.records, x), rows.RECORDS_STRIDE: x.records.strides[0],
         }  # fmt: skip
         if x.producer is not None:
             self._set(self.ops[x.producer], targets, {rows.QUANTS, rows.RECORDS})
             return
-        arguments = {rows.X: self._memory(x), rows.X_STRIDE: x.data.strides[0], rows.SPANS: x.spans, **targets}
-        arguments[rows.ROWS_PER_CHUNK] = _FEW_ROWS
+        arguments: dict[int, Argument] = {
+            rows.X: self._memory(x), rows.X_STRIDE: x.data.strides[0], rows.SPANS: x.spans,
+            rows.ROWS_PER_CHUNK: _FEW_ROWS, **targets,
+        }  # fmt: skip
         units = -(-x.spans // rows.UNIT_SPANS)
         self._emit(rows.QUANTIZE, units, _FEW_ROWS, x.count, arguments, {rows.QUANTS, rows.RECORDS})
 
@@ -260,7 +267,7 @@ class Builder:
         self.head_end = len(self.ops)
         for tiles in self.tiles:  # no part of the network: what Program.read_bandwidth replays
             units = -(-tiles.nbytes // stream.UNIT_BYTES)
-            arguments = {stream.START: (tiles, tiles.nbytes), stream.BYTES: tiles.nbytes}
+            arguments: dict[int, Argument] = {stream.START: (tiles, tiles.nbytes), stream.BYTES: tiles.nbytes}
             self._emit(stream.STREAM, units, _ALL, ROWS, arguments, set(), barrier=tiles is self.tiles[-1])
         _verify(self.ops)
         table = aligned_zeros(len(self.ops) * walk.OP_BYTES).view(np.int64).reshape(len(self.ops), walk.OP_WORDS)
@@ -276,14 +283,14 @@ class Builder:
         return [*self._buffers.values(), *(a for pair in self._quantized.values() for a in pair)]
 
     def _emit(self, kernel: Kernel, units: int, rows_per_chunk: int, count: int,
-              arguments: dict[int, int | tuple[np.ndarray, int]], written: set[int], barrier: bool = True) -> int:  # fmt: skip
+              arguments: dict[int, Argument], written: set[int], barrier: bool = True) -> int:  # fmt: skip
         op = _Op(kernel, units, rows_per_chunk, count, {}, barrier=barrier)
         self._set(op, arguments, written)
         self.ops.append(op)
         return len(self.ops) - 1
 
     @staticmethod
-    def _set(op: _Op, arguments: dict[int, int | tuple[np.ndarray, int]], written: set[int]) -> None:
+    def _set(op: _Op, arguments: dict[int, Argument], written: set[int]) -> None:
         for index, value in arguments.items():
             if isinstance(value, tuple):
                 op.memory[index] = value
@@ -301,24 +308,24 @@ class Builder:
     def _array(self, nbytes: int) -> np.ndarray:
         return aligned_zeros(nbytes)
 
-    def _keep(self, vector: np.ndarray, length: int = 0) -> tuple[np.ndarray, int]:
+    def _keep(self, vector: np.ndarray, length: int = 0) -> Memory:
         """A vector of f32 of which a kernel reads `length`, by default all."""
         self.kept.append(vector)
         return vector, 4 * length or vector.nbytes
 
-    def _memory(self, x: Rows) -> tuple[np.ndarray, int]:
+    def _memory(self, x: Rows) -> Memory:
         return x.data, self.max_rows[x.count] * x.data.strides[0]
 
-    def _span_memory(self, array: np.ndarray, x: Rows) -> tuple[np.ndarray, int]:
+    def _span_memory(self, array: np.ndarray, x: Rows) -> Memory:
         return array, self.max_rows[x.count] * array.strides[0]
 
-    def _in_out(self, x: Rows, out: Rows) -> dict[int, int | tuple[np.ndarray, int]]:
+    def _in_out(self, x: Rows, out: Rows) -> dict[int, Argument]:
         return {
             rows.X: self._memory(x), rows.X_STRIDE: x.data.strides[0], rows.OUT: self._memory(out),
             rows.OUT_STRIDE: out.data.strides[0], rows.SPANS: x.spans,
         }  # fmt: skip
 
-    def _pages(self, where: LayerPages, head_dim: int, first: int) -> dict[int, int | tuple[np.ndarray, int]]:
+    def _pages(self, where: LayerPages, head_dim: int, first: int) -> dict[int, Argument]:
         """ARENA, PAGE_BYTES, HEAD_BYTES, PAGE_TABLE, RING from argument `first` on."""
         arena = where.arena.reshape(-1)[where.offset :]
         return {
@@ -359,7 +366,7 @@ def _verify(ops: Sequence[_Op]) -> None:
         group = [] if op.barrier else [*group, (number, op)]
 
 
-def _overlap(a: tuple[np.ndarray, int], b: tuple[np.ndarray, int]) -> bool:
+def _overlap(a: Memory, b: Memory) -> bool:
     (x, n), (y, m) = ((array.ctypes.data, size) for array, size in (a, b))
     return x < y + m and y < x + n
 

@@ -29,7 +29,10 @@ def _tile(queries: int) -> Routine:
                sequence: Value) -> None:  # fmt: skip
         """Queries first .. first + valid - 1 of the pairs (row, head that shares kv_head); the last stands in for missing ones."""
         b = s.b
-        argument = lambda i: s.load(I64, s.at(op, i * 8))  # noqa: E731
+
+        def argument(index: int) -> Value:
+            return s.load(I64, s.at(op, index * 8))
+
         head_dim, sharing, window = argument(HEAD_DIM), argument(SHARING), argument(WINDOW)
         scale, cap, ring = s.float_of(argument(SCALE)), s.float_of(argument(SOFTCAP)), argument(RING)
         last = b.sub(valid, s.i64(1))

@@ -80,8 +80,8 @@ def _span_products(s: Simd, packing: type[Packing], blocks: list[Value], index: 
                     for row, address in enumerate(q):
                         tile_dots[row][g].add(w, s.broadcast4(s.at(address, group, 4)))
             for tile_dots in dots:
-                for dot in tile_dots:
-                    dot[g].end_step()
+                for row_dots in tile_dots:
+                    row_dots[g].end_step()
     for row, record in enumerate(records):
         scale = s.splat(s.load(F32, record))
         for g in range(groups):

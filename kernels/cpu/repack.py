@@ -13,6 +13,7 @@ import numpy as np
 from edgeinfer.kernels.cpu.simd import I16, I32, Simd, Value
 from edgeinfer.kernels.jit import Code, Kernel, routine
 from edgeinfer.kernels.packing import ROWS, Packing
+from edgeinfer.kernels.packings import PACKINGS
 
 
 @routine
@@ -35,8 +36,9 @@ REPACK = Kernel("repack", _repack, (copy_block,))
 
 
 @cache
-def _order(packing: type[Packing]) -> np.ndarray | None:
+def _order(name: str) -> np.ndarray | None:
     """For each pair of bytes of a packed block, where it stands among 16 rows of blocks; None where packing is no such copy."""
+    packing = PACKINGS[name]
     n = ROWS * packing.nbytes
     index = np.arange(n)
     low, high = (packing.pack((part % 256).astype(np.uint8).reshape(ROWS, -1), packing.values) for part in (index, index >> 8))
@@ -49,7 +51,7 @@ def _order(packing: type[Packing]) -> np.ndarray | None:
 
 def pack(packing: type[Packing], raw: np.ndarray, columns: int, code: Code) -> np.ndarray:
     """What packing.pack gives, by this kernel where the type allows it. raw: uint8 (rows, row_bytes), rows contiguous."""
-    order, whole = _order(packing), len(raw) // ROWS
+    order, whole = _order(packing.name), len(raw) // ROWS
     if order is None or not raw.flags.c_contiguous:
         return packing.pack(raw, columns)
     row_bytes = raw.shape[1]

@@ -6,8 +6,10 @@ Two layouts of the rotated pairs: NORM pairs (2i, 2i + 1), NEOX pairs (i, i + n_
 
 from __future__ import annotations
 
+import llvmlite.ir as ir
+
 from edgeinfer.kernels.cpu.rows import rms_scale, scale_by
-from edgeinfer.kernels.cpu.simd import F32, F32X, I32, Simd, Value, ir
+from edgeinfer.kernels.cpu.simd import F32, F32X, I32, Simd, Value
 from edgeinfer.kernels.cpu.walk import OP_ARGS, word
 from edgeinfer.kernels.jit import Kernel, Routine, routine
 from edgeinfer.kernels.pages import GROUP, PAGE
@@ -45,7 +47,8 @@ def _rotate(neox: bool) -> Routine:
                 at = s.at(head, i, 64)
                 both = s.load(F32X, at)
                 pick = [ir.Constant(ir.VectorType(I32, 8), list(range(j, 16, 2))) for j in (0, 1)]
-                x, y = _turn(s, *(b.shuffle_vector(both, both, p) for p in pick), cos, sin)
+                even, odd = (b.shuffle_vector(both, both, p) for p in pick)
+                x, y = _turn(s, even, odd, cos, sin)
                 weave = ir.Constant(ir.VectorType(I32, 16), [j // 2 + 8 * (j % 2) for j in range(16)])
                 s.store(b.shuffle_vector(x, y, weave), at)
         with s.loop(pairs, b.mul(eights, s.i64(8))) as i:  # head sizes that are not multiples of 16

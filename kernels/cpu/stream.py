@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from edgeinfer.kernels.cpu.simd import I64, Simd, Value, ir
+import llvmlite.ir as ir
+
+from edgeinfer.kernels.cpu.simd import I64, Simd, Value
 from edgeinfer.kernels.cpu.walk import OP_ARGS, word
 from edgeinfer.kernels.jit import Kernel, routine
 
@@ -36,7 +38,8 @@ def _stream(op: int, step: int, chunk: int) -> int:
     size = word(op, BYTES) - first
     if size > UNIT_BYTES:
         size = UNIT_BYTES
-    return read(word(op, START) + first, size // 64)
+    folded: int = read(word(op, START) + first, size // 64)
+    return folded
 
 
 STREAM = Kernel("stream", _stream, (word, read))
