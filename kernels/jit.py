@@ -23,6 +23,7 @@ from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
 
@@ -209,17 +210,24 @@ def _source_hash() -> str:
     digest = hashlib.sha256()
     for path in _source_files():
         digest.update(path.relative_to(_ROOM).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    for package in ("numba", "llvmlite"):  # their version files, found without importing numba
-        spec = importlib.util.find_spec(package)
-        if spec and spec.origin:
-            digest.update((Path(spec.origin).parent / "_version.py").read_bytes() + b"\0")
-    digest.update(sys.platform.encode())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _compiler_versions() -> str:
+    """A hash of Numba's and llvmlite's version files: found without importing Numba, or the package metadata, which is slow."""
+    digest = hashlib.sha256(llvmlite.__version__.encode())
+    spec = importlib.util.find_spec("numba")
+    if spec and spec.origin:
+        version = Path(spec.origin).parent / "_version.py"
+        digest.update(version.read_bytes() if version.exists() else spec.origin.encode())
     return digest.hexdigest()
 
 
 def cache_key(level: Level) -> str:
     """A name for everything that object code depends on: sources, compiler versions, processor, level."""
-    parts = (_source_hash(), level.name, level.cpu, level.features, llvm.get_process_triple(), *sorted(host_features()))
+    what = (_source_hash(), _compiler_versions(), level.name, level.cpu, level.features)
+    parts = (*what, sys.platform, llvm.get_process_triple(), *sorted(host_features()))
     return f"{level.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}"
 
 

@@ -275,9 +275,13 @@ def set_values(path: Path, name: str, value: float) -> Path:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind, name", [("F32", "blk.0.attn_k.weight"), ("F32", "output_norm.weight"), ("F16", "blk.0.attn_v.weight"),
-                                        ("BF16", "blk.1.ffn_up.weight"), ("Q4_0", "blk.1.attn_q.weight"),
-                                        ("Q4_0", "token_embd.weight")])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("F32", "blk.0.attn_k.weight"), ("F32", "output_norm.weight"), ("F16", "blk.0.attn_v.weight"),
+        ("BF16", "blk.1.ffn_up.weight"), ("Q4_0", "blk.1.attn_q.weight"), ("Q4_0", "token_embd.weight"),
+    ],
+)  # fmt: skip
 def test_weights_that_are_no_numbers(tmp_path: Path, kind: str, name: str, value: float) -> None:
     path = tiny.tiny_gguf(tmp_path / "m.gguf", "llama", kind)
     edgeinfer.load(path, threads=1).close()

@@ -143,10 +143,10 @@ print(edgeinfer.load(path, context=64, threads=1).generate("hello", max_tokens=3
 def test_an_allocation_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any moment of loading: the typed error, and the next load works."""
     path = tiny.tiny_gguf(tmp_path / "m.gguf")
-    for target in ("edgeinfer.model.Tokenizer.from_metadata", "edgeinfer.model.Program", "edgeinfer.kv.mmap.mmap"):
+    for target in ("edgeinfer.model.Tokenizer.from_metadata", "edgeinfer.model.Program", "edgeinfer.kv._reserved"):
 
         def failing(*args: Any, **options: Any) -> Any:
-            raise OSError(12, "Cannot allocate memory") if target.endswith("mmap") else MemoryError  # noqa: B023
+            raise OSError(12, "Cannot allocate memory") if target.endswith("reserved") else MemoryError  # noqa: B023
 
         with monkeypatch.context() as patch:
             patch.setattr(target, failing)

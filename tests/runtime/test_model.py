@@ -126,8 +126,13 @@ def test_prompts_that_cannot_be(model: Model) -> None:
     assert model.generate([1] * CONTEXT).finish_reason == "length"
 
 
-@pytest.mark.parametrize("options", [{"max_tokens": -1}, {"max_tokens": 1.5}, {"max_tokens": True}, {"temperature": -1.0},
-                                     {"temperature": float("nan")}, {"top_p": 2.0}, {"seed": -1}, {"logit_bias": {288: 1.0}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": -1}, {"max_tokens": 1.5}, {"max_tokens": True}, {"temperature": -1.0}, {"temperature": float("nan")},
+        {"top_p": 2.0}, {"seed": -1}, {"logit_bias": {288: 1.0}},
+    ],
+)  # fmt: skip
 def test_options_that_cannot_be(model: Model, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         model.generate("hello", **options)
