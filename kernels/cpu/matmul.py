@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 
+from edgeinfer.kernels.cpu.dot import Dot
 from edgeinfer.kernels.cpu.simd import F32, F32X, I32, I64, LANES, Simd, Value, Variable
 from edgeinfer.kernels.cpu.walk import OP_ARGS, OP_ROW_COUNT, word
 from edgeinfer.kernels.jit import Kernel, Routine, routine
@@ -72,7 +73,7 @@ def _span_products(s: Simd, packing: type[Packing], blocks: list[Value], index: 
     """Add one span's products to sums[tile][row] (F32X). blocks: of each tile; q, records: of each row, at this span."""
     spans = [packing.span(s, block, index) for block in blocks]
     groups = len(spans[0].scales)
-    dots = [[[s.dot(packing.bits, packing.signed, 8 // groups) for _ in range(groups)] for _ in q] for _ in spans]
+    dots = [[[Dot(s, packing.bits, packing.signed, 8 // groups) for _ in range(groups)] for _ in q] for _ in spans]
     for g in range(groups):
         with s.loop(s.i64((g + 1) * STEPS // groups), s.i64(g * STEPS // groups)) as i:
             for span, tile_dots in zip(spans, dots, strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.kernels import jit, levels
+from edgeinfer.kernels.cpu.dot import Dot
 from edgeinfer.kernels.cpu.simd import BYTES, F32, F32X, I8X, I16X, I32X, I64, Simd
 from edgeinfer.kernels.jit import Kernel, routine
 
@@ -296,7 +297,7 @@ def test_dot_is_exact_at_both_ends(run: Run, weight_bits: int, signed: bool, vec
     """Weights at an end of their range times activations of +-127, `vectors` times, in steps of 2."""
 
     def dot(s: Simd, x: Any, out: Any) -> None:  # a lane's 4 bytes are its weights; the first 4 are the activations
-        total = s.dot(weight_bits, signed, vectors)
+        total = Dot(s, weight_bits, signed, vectors)
         weights, activations = s.load(BYTES, x), s.broadcast4(x)
         with s.loop(s.i64(vectors // 2)):
             for _ in range(2):
