@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from edgeinfer.kernels import pages
-from edgeinfer.kernels.cpu import attention, matmul, repack, rope, rows, stream, walk
+from edgeinfer.kernels.cpu import attention, matmul, peaks, repack, rope, rows, stream, walk
 from edgeinfer.kernels.cpu.matmul_float import matmul_kernel
 from edgeinfer.kernels.jit import Code, Kernel
 from edgeinfer.kernels.levels import Level
@@ -37,7 +37,7 @@ def all_kernels(level: Level) -> list[Kernel]:
     """Every kernel there is at a level, the team's own included."""
     products = [matmul_kernel(name, level) for name in PACKINGS]
     single = [rows.NORM, rows.QUANTIZE, rows.TAKE, *rows.GATED.values(), *rope.ROPE.values(), attention.ATTENTION]
-    return [*products, *single, stream.STREAM, repack.REPACK, walk.BEGIN, walk.WALK, walk.SERVE]
+    return [*products, *single, *peaks.KERNELS, stream.STREAM, repack.REPACK, walk.BEGIN, walk.WALK, walk.SERVE]
 
 
 class Weights(Protocol):

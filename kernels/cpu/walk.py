@@ -103,7 +103,7 @@ def chunks(s: Simd, row: Any, step: Any) -> Any:
     b = s.b
     units = s.load(I64, s.at(row, OP_UNITS, WORD))
     per_chunk = s.load(I64, s.at(row, OP_ROWS_PER_CHUNK, WORD))
-    rows = s.load(I64, s.at(step, s.load(I64, s.at(row, OP_ROW_COUNT, WORD)), WORD))
+    rows = look(s, s.at(step, s.load(I64, s.at(row, OP_ROW_COUNT, WORD)), WORD))
     return b.mul(units, b.sdiv(b.sub(b.add(rows, per_chunk), s.i64(1)), per_chunk))
 
 
@@ -138,6 +138,8 @@ def _walk(team: int, generation: int, budget: int) -> int:
         done = sync + op * SYNC_BYTES + DONE
         kernel = word(row, OP_KERNEL)
         count = chunks(row, step)
+        if look(team + GENERATION) != generation:
+            return FINISHED  # a later step's rows may have been counted, and of this one there is nothing left to do
         while True:
             seen = look(claimed)
             following = 0
@@ -175,6 +177,8 @@ def _walk(team: int, generation: int, budget: int) -> int:
                 else:
                     if look(team + STOP):
                         return STOPPED
+                    if look(team + GENERATION) != generation:
+                        return FINISHED
                     if budget > 0 and ticks() - begun > budget:
                         return OUT_OF_TIME
                     if waited < SPINS + YIELDS:
