@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.config import ModelConfig
+from edgeinfer.kernels.locks import ForkSafeLock
 from edgeinfer.kernels.pages import PAGE, LayerPages, head_bytes
 from edgeinfer.kernels.team import Cancelled
 
@@ -102,7 +103,7 @@ class KVCache:
         self._windows = config.windows
         self._layer_bytes = page_bytes(config, 1)
         self._free = list(range(self.sequences - 1, -1, -1))
-        self._lock = threading.RLock()  # a forgotten reply is closed by the garbage collector, wherever that runs
+        self._lock = ForkSafeLock(threading.RLock)  # a forgotten reply is closed by the garbage collector, wherever that runs
         self._freed = False
 
     def layers(self) -> list[LayerPages]:

@@ -23,6 +23,7 @@ from edgeinfer.formats.gguf import GGUF, open_gguf
 from edgeinfer.formats.tokenizer import Tokenizer
 from edgeinfer.kernels.jit import Code, code
 from edgeinfer.kernels.levels import LEVELS, native_level
+from edgeinfer.kernels.locks import ForkSafeLock
 from edgeinfer.kernels.program import Builder, Program
 from edgeinfer.kernels.step import Step
 from edgeinfer.kernels.team import Cancelled
@@ -96,8 +97,8 @@ class Model:
         with FileWeights(file, kernels, self.threads, pack_progress) as weights:
             self._prepare(weights, kernels, progress)
         self._bandwidth: float | None = None
-        self._steps = threading.Lock()  # the rotary tables grow between steps
-        self._closing = threading.Lock()
+        self._steps = ForkSafeLock()  # the rotary tables grow between steps
+        self._closing = ForkSafeLock()
         self.load_seconds = time.perf_counter() - begun
 
     def _prepare(self, weights: FileWeights, kernels: Code, progress: Progress | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +20,7 @@ from edgeinfer.kernels.cpu import attention, matmul, peaks, repack, rope, rows, 
 from edgeinfer.kernels.cpu.matmul_float import matmul_kernel
 from edgeinfer.kernels.jit import Code, Kernel
 from edgeinfer.kernels.levels import Level
+from edgeinfer.kernels.locks import ForkSafeLock
 from edgeinfer.kernels.packing import ROWS as TILE_ROWS
 from edgeinfer.kernels.packing import SPAN, Packing
 from edgeinfer.kernels.packings import PACKINGS
@@ -73,7 +73,7 @@ class Rows:
 
 
 @dataclass
-class _Op:
+class Op:
     kernel: Kernel
     units: int
     rows_per_chunk: int
@@ -94,7 +94,7 @@ class Builder:
     def __init__(self, code: Code, weights: Weights, step: Step, layers: Sequence[LayerPages]) -> None:
         self.code, self.weights, self.step, self.layers = code, weights, step, layers
         self.max_rows = {ROWS: len(step.positions), WANTED: len(step.wanted_rows)}
-        self.ops: list[_Op] = []
+        self.ops: list[Op] = []
         self.body_end = 0
         self.tiles: list[np.ndarray] = []  # packed weights
         self.kept: list[np.ndarray] = []  # small constants: addresses alone do not keep arrays alive
@@ -270,7 +270,7 @@ class Builder:
             arguments: dict[int, Argument] = {stream.START: (tiles, tiles.nbytes), stream.BYTES: tiles.nbytes}
             self._emit(stream.STREAM, units, _ALL, ROWS, arguments, set(), barrier=tiles is self.tiles[-1])
         _verify(self.ops)
-        table = aligned_zeros(len(self.ops) * walk.OP_BYTES).view(np.int64).reshape(len(self.ops), walk.OP_WORDS)
+        table = peaks.op_table(len(self.ops))
         for row, op in zip(table, self.ops, strict=True):
             row[walk.OP_KERNEL] = self.code.address(op.kernel)
             row[walk.OP_UNITS], row[walk.OP_ROWS_PER_CHUNK] = op.units, op.rows_per_chunk
@@ -284,13 +284,13 @@ class Builder:
 
     def _emit(self, kernel: Kernel, units: int, rows_per_chunk: int, count: int,
               arguments: dict[int, Argument], written: set[int], barrier: bool = True) -> int:  # fmt: skip
-        op = _Op(kernel, units, rows_per_chunk, count, {}, barrier=barrier)
+        op = Op(kernel, units, rows_per_chunk, count, {}, barrier=barrier)
         self._set(op, arguments, written)
         self.ops.append(op)
         return len(self.ops) - 1
 
     @staticmethod
-    def _set(op: _Op, arguments: dict[int, Argument], written: set[int]) -> None:
+    def _set(op: Op, arguments: dict[int, Argument], written: set[int]) -> None:
         for index, value in arguments.items():
             if isinstance(value, tuple):
                 op.memory[index] = value
@@ -345,9 +345,9 @@ def _padded(vector: np.ndarray, length: int) -> np.ndarray:
     return out
 
 
-def _verify(ops: Sequence[_Op]) -> None:
+def _verify(ops: Sequence[Op]) -> None:
     """Every operand lies inside its array, and no op writes what another op of its group uses (in place is fine for one op)."""
-    group: list[tuple[int, _Op]] = []
+    group: list[tuple[int, Op]] = []
     for number, op in enumerate(ops):
         name = f"op {number} ({op.kernel.name})"
         if op.units < 1 or op.rows_per_chunk < 1 or len(op.arguments) + walk.OP_ARGS > walk.OP_WORDS:
@@ -383,7 +383,7 @@ class Program:
         self._lookup, self.vocabulary = lookup, vocabulary
         self._step = builder.step
         self._team = Team(builder.code, threads, self._table, self._step.block)
-        self._turn = threading.Lock()
+        self._turn = ForkSafeLock()
         self.threads = threads
         self.max_rows, self.max_wanted = builder.max_rows[ROWS], builder.max_rows[WANTED]
         self.weight_bytes = sum(t.nbytes for t in builder.tiles)
@@ -424,10 +424,8 @@ class Program:
 
     def _forward(self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, wanted: Sequence[int],
                  take: Callable[[int, np.ndarray], None]) -> None:  # fmt: skip
-        n, step = len(tokens), self._step
-        step.positions[:n], step.sequences[:n] = positions, sequences
-        step.block[ROWS] = n
-        self._embedded.data[:n, : self._embedded.columns] = self._lookup(tokens)
+        step = self._step
+        self._enter(tokens, positions, sequences)
         body, end = self._builder.body_end, self._builder.head_end
         start = 0
         for first in range(0, max(len(wanted), 1), self.max_wanted):
@@ -439,16 +437,27 @@ class Program:
             if len(part):
                 take(first, self._logits[: len(part)])
 
+    def _enter(self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray) -> None:
+        n, step = len(tokens), self._step
+        step.positions[:n], step.sequences[:n] = positions, sequences
+        step.block[ROWS] = n
+        self._embedded.data[:n, : self._embedded.columns] = self._lookup(tokens)
+
+    def time_ops(self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, wanted: int) -> list[tuple[Op, float]]:
+        """The ops of a step (see forward) that wants its last rows, each with the seconds it takes when run alone."""
+        with self._turn:
+            self._check(None)
+            self._enter(tokens, positions, sequences)
+            self._step.wanted_rows[:wanted], self._step.block[WANTED] = range(len(tokens) - wanted, len(tokens)), wanted
+            table = self._table[: self._builder.head_end]
+            seconds = peaks.time_ops(self._builder.code, self.threads, table, self._step.block)
+            return list(zip(self._builder.ops, seconds.tolist(), strict=False))
+
     def read_bandwidth(self, repeats: int = 3) -> float:
         """Bytes per second at which this program's threads read its packed weights and do nothing else; the best of a few."""
-        best = 0.0
         with self._turn:
             self._step.block[ROWS] = 1
-            for _ in range(repeats):
-                begun = time.perf_counter()
-                self._team.run(self._builder.head_end, len(self._table))
-                best = max(best, self.weight_bytes / (time.perf_counter() - begun))
-        return best
+            return self.weight_bytes / peaks.fastest(self._team, self._builder.head_end, len(self._table), repeats)
 
     def stop(self) -> None:
         """Have the step that is running end early; its caller sees Cancelled if its event is set, and else repeats it."""

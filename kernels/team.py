@@ -20,6 +20,7 @@ import numpy as np
 
 from edgeinfer.kernels.cpu import walk
 from edgeinfer.kernels.jit import Code
+from edgeinfer.kernels.locks import ForkSafeLock
 
 # In ticks of the processor's clock, some GHz on x86: how long the caller stays in native code, how long members linger
 _CALLER_TICKS = 60_000_000
@@ -116,7 +117,7 @@ class Team:
         ):
             self._words[place // 8] = value
         self._generation = 0
-        self._turn = threading.Lock()
+        self._turn = ForkSafeLock()
         self._members: list[_Member] = []
         self._process = 0
         self.closed = False

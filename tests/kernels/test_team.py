@@ -282,6 +282,33 @@ print("done")
         assert child(model, script, threads) == "done\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fork_while_another_thread_is_in_mid_step(model: Path) -> None:
+    """Whatever that thread held in the parent, it does not exist in the child."""
+    script = """
+expected = model.logits(short)
+ended = threading.Event()
+def work():
+    while not ended.is_set():
+        model.logits(long)
+worker = threading.Thread(target=work)
+worker.start()
+for attempt in range(10):
+    time.sleep(0.011 * attempt)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        ok = (model.logits(short) == expected).all()
+        model.close()
+        os._exit(0 if ok else 1)
+    assert os.waitpid(child, 0)[1] == 0
+ended.set()
+worker.join()
+print("done")
+"""
+    assert child(model, script) == "done\n"
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_interrupt_in_mid_step(model: Path) -> None:
     script = """
