@@ -24,6 +24,8 @@ _LOWEST = -1.0e30
 
 
 def _tile(queries: int) -> Routine:
+    abreast = 4 // queries  # sums side by side for each query: one alone would wait for every multiply-add
+
     @routine
     def attend(s: Simd, op: Value, kv_head: Value, first: Value, valid: Value, row: Value, positions: Value,
                sequence: Value) -> None:  # fmt: skip
@@ -69,22 +71,26 @@ def _tile(queries: int) -> Routine:
             slot = s.load(I64, s.at(argument(PAGE_TABLE), b.add(b.mul(sequence, ring), b.srem(number, ring)), 8))
             base = b.add(b.add(argument(ARENA), b.mul(slot, argument(PAGE_BYTES))), b.mul(kv_head, argument(HEAD_BYTES)))
             begin = b.mul(number, page)
-            with s.loop(s.i64(GROUPS)) as g:
-                keys = s.at(base, b.mul(g, head_dim), 2 * GROUP)
-                products = [s.variable(s.const(F32X, 0.0)) for _ in range(queries)]
+            with s.loop(s.i64(GROUPS // abreast)) as i:
+                groups = [b.add(b.mul(i, s.i64(abreast)), s.i64(k)) for k in range(abreast)]
+                keys = [s.at(base, b.mul(g, head_dim), 2 * GROUP) for g in groups]
+                products = [[s.variable(s.const(F32X, 0.0)) for _ in groups] for _ in range(queries)]
                 with s.loop(head_dim) as d:
-                    key = s.half_to_f32(s.load(I16X, s.at(keys, d, 2 * GROUP)))
+                    for k, address in enumerate(keys):
+                        key = s.half_to_f32(s.load(I16X, s.at(address, d, 2 * GROUP)))
+                        for t in range(queries):
+                            total = products[t][k]
+                            total.set(s.fma(s.splat(s.load(F32, s.at(q[t], d, 4))), key, total.get()))
+                for k, g in enumerate(groups):
+                    token = b.add(s.splat(b.add(begin, b.mul(g, s.i64(GROUP)))), s.const(I64X, list(range(GROUP))))
                     for t in range(queries):
-                        products[t].set(s.fma(s.splat(s.load(F32, s.at(q[t], d, 4))), key, products[t].get()))
-                token = b.add(s.splat(b.add(begin, b.mul(g, s.i64(GROUP)))), s.const(I64X, list(range(GROUP))))
-                for t in range(queries):
-                    score = s.variable(b.fmul(products[t].get(), s.splat(scale)))
-                    with b.if_then(b.fcmp_ordered(">", cap, s.f32(0.0))):
-                        score.set(b.fmul(s.splat(cap), s.tanh(b.fdiv(score.get(), s.splat(cap)))))
-                    seen = b.and_(
-                        b.icmp_signed("<=", token, s.splat(limit[t])), b.icmp_signed(">=", token, s.splat(start[t]))
-                    )
-                    s.store(b.select(seen, score.get(), s.const(F32X, _MASKED)), s.at(scores[t], g, 64))
+                        score = s.variable(b.fmul(products[t][k].get(), s.splat(scale)))
+                        with b.if_then(b.fcmp_ordered(">", cap, s.f32(0.0))):
+                            score.set(b.fmul(s.splat(cap), s.tanh(b.fdiv(score.get(), s.splat(cap)))))
+                        seen = b.and_(
+                            b.icmp_signed("<=", token, s.splat(limit[t])), b.icmp_signed(">=", token, s.splat(start[t]))
+                        )
+                        s.store(b.select(seen, score.get(), s.const(F32X, _MASKED)), s.at(scores[t], g, 64))
             factors = []
             for t in range(queries):
                 values = [s.load(F32X, s.at(scores[t], 64 * g)) for g in range(GROUPS)]
@@ -104,15 +110,30 @@ def _tile(queries: int) -> Routine:
                 shares[t].set(total)
             from_token = _clamp(s, b.sub(oldest, begin))
             to_token = _clamp(s, b.add(b.sub(newest, begin), s.i64(1)))
-            with s.loop(chunks) as i:
-                totals = [s.variable(b.fmul(s.load(F32X, s.at(sums[t], i, 64)), factors[t])) for t in range(queries)]
-                column = s.at(s.at(base, head_dim, 2 * PAGE), i, 32)
+
+            def add_values(first: Value, count: int) -> None:
+                """Columns 16 * first .. of the queries' sums, `count` vectors of them."""
+                places = [b.add(first, s.i64(k)) for k in range(count)]
+                totals = [
+                    [s.variable(b.fmul(s.load(F32X, s.at(sums[t], i, 64)), factors[t])) for i in places] for t in range(queries)
+                ]
+                columns = [s.at(s.at(base, head_dim, 2 * PAGE), i, 32) for i in places]
                 with s.loop(to_token, from_token) as j:
-                    value = s.half_to_f32(s.load(I16X, s.at(column, b.mul(j, head_dim), 2)))
-                    for t in range(queries):
-                        totals[t].set(s.fma(s.splat(s.load(F32, s.at(scores[t], j, 4))), value, totals[t].get()))
+                    for k, column in enumerate(columns):
+                        value = s.half_to_f32(s.load(I16X, s.at(column, b.mul(j, head_dim), 2)))
+                        for t in range(queries):
+                            total = totals[t][k]
+                            total.set(s.fma(s.splat(s.load(F32, s.at(scores[t], j, 4))), value, total.get()))
                 for t in range(queries):
-                    s.store(totals[t].get(), s.at(sums[t], i, 64))
+                    for i, total in zip(places, totals[t], strict=True):
+                        s.store(total.get(), s.at(sums[t], i, 64))
+
+            whole = b.sdiv(chunks, s.i64(abreast))
+            with s.loop(whole) as i:
+                add_values(b.mul(i, s.i64(abreast)), abreast)
+            if abreast > 1:
+                with s.loop(chunks, b.mul(whole, s.i64(abreast))) as i:
+                    add_values(i, 1)
 
         for t in range(queries):
             total, factor = s.variable(s.total(shares[t].get())), s.variable(s.f32(1.0))
