@@ -39,6 +39,8 @@ from edgeinfer.weights import ROPE_FACTORS, FileWeights, check_tensors
 if TYPE_CHECKING:
     from edgeinfer.formats.chat import ChatTemplate
 
+MAX_CHUNK = 1024  # more would let a single call of a kernel run for longer than a cancellation may wait
+
 Progress = Callable[[str, float], None]
 
 
@@ -82,8 +84,8 @@ class Model:
         self.config = ModelConfig.from_gguf(file)
         check_tensors(file, self.config)
         self.context = choose_context(self.config, context)
-        if not is_count(chunk, 4096):
-            raise ValueError(f"a chunk of {chunk} tokens; expected 1 to 4096")
+        if not is_count(chunk, MAX_CHUNK):
+            raise ValueError(f"a chunk of {chunk} tokens; expected 1 to {MAX_CHUNK}")
         self.chunk = min(chunk, self.context)
         self.threads = machine.default_threads() if threads is None else threads
         if not is_count(self.threads, 256):
