@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgeinfer.apps.loading import Context, ModelName, Threads, arguments_checked, open_model
-from edgeinfer.apps.run import MIN_P, TEMPERATURE, TOP_K, TOP_P, Seed, Temperature, read_text, require_template
+from edgeinfer.apps.run import MIN_P, REPEAT_PENALTY, TEMPERATURE, TOP_K, TOP_P, Seed, Temperature, read_text, require_template
 from edgeinfer.apps.terminal import ctrl_c_cancels, notice, printable
 from edgeinfer.library import DEFAULT_MODEL
 
@@ -50,6 +50,7 @@ def chat(
         require_template(loaded)
         opening = None if system is None else read_text(system)
         sampling = {"temperature": temperature, "top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P, "seed": seed}
+        sampling["repeat_penalty"] = REPEAT_PENALTY if temperature else 1.0
         talk = Conversation(loaded, opening, sampling, show_prompt)
         if at_terminal:
             _at_terminal(talk)

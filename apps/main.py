@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from edgeinfer import errors
-from edgeinfer.apps import chat, inspect, manage, run
+from edgeinfer.apps import bench, chat, inspect, manage, run
 from edgeinfer.apps.terminal import notice, use_utf8
 
 FAILED, USAGE, DOWNLOAD, DISK, MEMORY, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 5, 130, 143
@@ -75,6 +75,7 @@ app = typer.Typer(
 for command in (
     chat.chat,
     run.run,
+    bench.bench,
     inspect.inspect,
     inspect.plan,
     inspect.tokenize,

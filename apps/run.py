@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgeinfer.apps.loading import Context, ModelName, Threads, arguments_checked, open_model
-from edgeinfer.apps.terminal import ctrl_c_cancels, printable
+from edgeinfer.apps.terminal import ctrl_c_cancels, notice, printable
 
 if TYPE_CHECKING:
     from edgeinfer import Model, Reply
 
 # how a conversation is sampled unless asked otherwise; the library's own default is greedy
-TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.7, 40, 0.95, 0.05
+TEMPERATURE, TOP_K, TOP_P, MIN_P, REPEAT_PENALTY = 0.7, 40, 0.95, 0.05, 1.1
 
 Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="0 always takes the likeliest token.")]
 Seed = Annotated[
@@ -56,7 +56,10 @@ def run(
     Stdout holds the answer only, so it can be piped: `git diff | edgeinfer run MODEL > summary.txt`.
     """
     text = read_text(prompt)
+    if not text.strip():
+        raise typer.BadParameter("the prompt is empty")
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    sampling["repeat_penalty"] = REPEAT_PENALTY if temperature else 1.0  # greedy stays greedy
     with open_model(model, threads, context) as loaded:
         if not raw:
             require_template(loaded)
@@ -64,6 +67,8 @@ def run(
             begin = loaded.stream if raw else loaded.session().send
             reply = begin(text, max_tokens=max_tokens, stop=tuple(stop or ()), **sampling)
         write_answer(reply, as_json)
+    if reply.finish_reason == "length" and len(reply.tokens) != max_tokens:
+        notice("[the context is full: the answer is cut]")
 
 
 def read_text(argument: str | None) -> str:

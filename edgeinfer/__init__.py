@@ -8,6 +8,7 @@
 Names are imported when first used, so that a program that only may need a model starts as fast without one.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from edgeinfer.session import Session
 
 __version__ = "0.1.0"
+
+if not os.path.isdir(os.path.join(__path__[0], "formats")):
+    # Imported from a checkout, where the other rooms stand beside this folder: Python run there finds it first, installed
+    # or not
+    __path__.append(os.path.dirname(os.path.abspath(__path__[0])))
+
 __all__ = [
     "EdgeInferError",
     "Model",

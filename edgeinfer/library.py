@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.errors import DownloadError, ModelFormatError, ModelNotFoundError
+from edgeinfer.kernels.cache import cache_root
 
 if TYPE_CHECKING:  # what reaches the network is imported when it is needed: it would delay every start
     from edgeinfer.download import Progress
@@ -51,18 +52,9 @@ DEFAULT_MODEL = "smollm2-135m"
 
 
 def cache_folder() -> Path:
-    """The user's private folder of downloaded models, made on first use (mode 0700)."""
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(chosen):  # the XDG specification: a relative path is ignored
-        base = Path(chosen)
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path.home() / ".cache"
-    models = base / "edgeinfer" / "models"
-    base.mkdir(parents=True, exist_ok=True)
+    """The user's private folder of downloaded models, made on first use (mode 0700): `models` in kernels.cache.cache_root()."""
+    models = cache_root() / "models"
+    models.parent.parent.mkdir(parents=True, exist_ok=True)
     for folder in (models.parent, models):
         folder.mkdir(mode=0o700, exist_ok=True)
         if sys.platform != "win32" and folder.stat().st_mode & 0o077:

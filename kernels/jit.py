@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import inspect
 import os
-import stat
 import sys
 import tempfile
 import threading
@@ -27,6 +26,7 @@ import llvmlite
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
 
+from edgeinfer.kernels.cache import cache_root, private_folder
 from edgeinfer.kernels.cpu.simd import I64, Simd
 from edgeinfer.kernels.levels import Level, host_features
 
@@ -229,32 +229,6 @@ def cache_key(level: Level) -> str:
     what = (_source_hash(), _compiler_versions(), level.name, level.cpu, level.features)
     parts = (*what, sys.platform, llvm.get_process_triple(), *sorted(host_features()))
     return f"{level.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}"
-
-
-def cache_root() -> Path:
-    """The folder for compiled kernels: $EDGEINFER_CACHE, or the platform's place for caches."""
-    chosen = os.environ.get("EDGEINFER_CACHE")
-    if chosen:
-        return Path(chosen)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "edgeinfer"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "edgeinfer"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer"
-
-
-def private_folder(path: Path) -> Path | None:
-    """Create `path` for this user alone (0700) and return it, or None where it cannot be made or others may write to it."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.lstat()
-    except OSError:
-        return None
-    if not stat.S_ISDIR(status.st_mode):
-        return None
-    if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-        return None
-    return path if os.access(path, os.W_OK) else None
 
 
 _DIGEST = hashlib.sha256().digest_size

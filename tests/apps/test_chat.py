@@ -43,10 +43,11 @@ def test_errors_in_a_pipe_have_their_code(command: Any) -> None:
 
 
 def test_options(command: Any) -> None:
-    options = "--system S --temp 0.5 --seed 3 --show-prompt".split()
-    done = command("chat", command.model, *options, stdin=b"hi\n")
+    arguments = "--system S --temp 0.5 --seed 3 --show-prompt".split()
+    done = command("chat", command.model, *arguments, stdin=b"hi\n")
     assert {"system": "S"} in command.events
-    assert {"send": "hi", "options": {"temperature": 0.5, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 3}} in command.events
+    options = {"temperature": 0.5, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 3, "repeat_penalty": 1.1}
+    assert {"send": "hi", "options": options} in command.events
     assert done.stderr == b"<|user|>hi<|end|>\n" and done.stdout == b"Hello there.\n"
 
 

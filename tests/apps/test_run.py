@@ -49,12 +49,18 @@ def test_input_that_is_not_utf8_is_refused(command: Any) -> None:
 def test_options_reach_the_model_and_defaults_are_those_of_a_conversation(command: Any) -> None:
     command("run", command.model, "-p", "x", "--threads", "3", "--ctx", "512")
     assert command.events[0]["threads"] == 3 and command.events[0]["context"] == 512
-    drawn = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": None}
+    drawn = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": None, "repeat_penalty": 1.1}
     assert command.events[2]["options"] == {"max_tokens": None, "stop": [], **drawn}
     options = "-n 5 --temp 0 --top-k 40 --top-p 0.9 --min-p 0.05 --seed 7 --stop A --stop B --raw".split()
     command("run", command.model, "-p", "x", *options)
-    sampling = {"temperature": 0.0, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "seed": 7}
+    sampling = {"temperature": 0.0, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "seed": 7, "repeat_penalty": 1.0}
     assert command.events[-2] == {"stream": "x", "options": {"max_tokens": 5, "stop": ["A", "B"], **sampling}}
+
+
+@pytest.mark.parametrize("arguments", [["-p", ""], ["-p", " \n"], ["-p", "-"], []])
+def test_an_empty_prompt_is_refused(command: Any, arguments: list[str]) -> None:
+    done = command("run", command.model, *arguments, stdin=b"")
+    assert done.returncode == 2 and b"the prompt is empty" in done.stderr and not done.stdout
 
 
 def test_json_is_one_object(command: Any) -> None:
