@@ -17,8 +17,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer.kernels import jit
+from edgeinfer.kernels.cache import private_folder
 from edgeinfer.kernels.cpu import rows, walk
-from edgeinfer.kernels.jit import Code, Kernel, cache_key, compile_kernel, private_folder
+from edgeinfer.kernels.jit import Code, Kernel, cache_key, compile_kernel
 from edgeinfer.kernels.levels import LEVELS, native_level
 from edgeinfer.kernels.program import all_kernels
 
