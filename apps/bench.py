@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,10 +15,11 @@ import typer
 
 from edgeinfer.apps import plots
 from edgeinfer.apps.loading import ModelName, arguments_checked, find_model, open_model
+from edgeinfer.apps.peer import beside
 from edgeinfer.apps.terminal import ProgressLine, megabytes, notice, print_table, printable
 
 if TYPE_CHECKING:
-    from edgeinfer.bench import Limits, Need, Profile, Sampler, Speed
+    from edgeinfer.bench import Limits, Need, Profile, Speed
 
 _BUSY = 0.5  # of a processor, by the load average
 
@@ -139,7 +138,7 @@ def _report(path: Path, plan: _Plan, threads: int | None, keep: bool) -> dict[st
 
     with ExitStack() as stack:
         model = stack.enter_context(open_model(str(path), threads, plan.context))
-        peer = stack.enter_context(_peer(plan, path, model.threads))
+        peer = stack.enter_context(beside(plan.peer, path, model.threads, plan.context))
         line = stack.enter_context(ProgressLine())
         stack.enter_context(arguments_checked())
         prefill: list[tuple[dict[str, int], list[Speed]]] = []
@@ -241,92 +240,6 @@ def _recommended(sweep: Sequence[dict[str, Any]]) -> int:
     """The fewest threads whose decoding is within 2 % of the fastest: what is left over serves the person's other programs."""
     best = max(row["decode_tps"] for row in sweep)
     return next(int(row["threads"]) for row in sweep if row["decode_tps"] >= 0.98 * best)
-
-
-# --- llama.cpp -------------------------------------------------------------------------------------------------------
-
-_PEER = """
-import json, sys, time
-from llama_cpp import Llama, __version__
-path, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-model = Llama(path, n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False)
-ids = [(i * 7919) % model.n_vocab() for i in range(context)]
-print(json.dumps(__version__), flush=True)
-for line in sys.stdin:
-    kind, n, depth = json.loads(line)
-    begun = time.perf_counter()
-    if kind == "read":
-        model.reset()
-        if n:
-            model.eval(ids[:n])
-    else:
-        model.n_tokens = depth
-        for i in range(depth, depth + n):
-            model.eval(ids[i : i + 1])
-    print(json.dumps(n / (time.perf_counter() - begun)), flush=True)
-"""
-
-
-class _Peer:
-    """llama-cpp-python in a process of its own, one question at a time; its stages are those of edgeinfer.bench."""
-
-    def __init__(self, python: str, path: Path, threads: int, context: int) -> None:
-        self._errors = tempfile.TemporaryFile()
-        command = [python, "-c", _PEER, str(path), str(threads), str(context)]
-        pipe = subprocess.PIPE
-        try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, encoding="utf-8")
-        except OSError as error:
-            raise typer.BadParameter(f"--peer-python {python}: {error.strerror}") from None
-        try:
-            self.version = str(self._answer())
-        except EOFError as error:
-            raise typer.BadParameter(
-                f"llama-cpp-python cannot be used by {python}: {error}; install it there, or name another with --peer-python"
-            ) from None
-
-    def close(self) -> None:
-        self._process.kill()  # it holds nothing that must be saved
-        self._process.communicate()
-        self._errors.close()
-
-    def prefill(self, tokens: int) -> Sampler:
-        return lambda: self._ask("read", tokens, 0)
-
-    def decode(self, tokens: int, depth: int) -> Sampler:
-        self._ask("read", depth, 0)
-        return lambda: self._ask("decode", tokens, depth)
-
-    def _ask(self, kind: str, tokens: int, depth: int) -> float:
-        from edgeinfer.errors import EdgeInferError
-
-        try:
-            if self._process.stdin:
-                print(json.dumps([kind, tokens, depth]), file=self._process.stdin, flush=True)
-            return float(self._answer())
-        except (EOFError, BrokenPipeError) as error:
-            raise EdgeInferError(f"llama-cpp-python ended while it was measured: {error}") from None
-
-    def _answer(self) -> Any:
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        if line:
-            return json.loads(line)
-        self._process.wait()
-        self._errors.seek(0)
-        said = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        raise EOFError(said[-1] if said else f"exit code {self._process.returncode}")
-
-
-@contextmanager
-def _peer(plan: _Plan, path: Path, threads: int) -> Iterator[_Peer | None]:
-    if plan.peer is None:
-        yield None
-        return
-    peer = _Peer(plan.peer, path, threads, plan.context)
-    try:
-        yield peer
-    finally:
-        peer.close()
 
 
 # --- showing ---------------------------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from edgeinfer.kernels import pages
+from edgeinfer.kernels.builder import Op
 from edgeinfer.kernels.cache import cache_root, private_folder
 from edgeinfer.kernels.cpu import attention, matmul, peaks, rope
 from edgeinfer.kernels.jit import cache_key, code
 from edgeinfer.kernels.levels import LEVELS
 from edgeinfer.kernels.packing import ROWS as TILE_ROWS
 from edgeinfer.kernels.packing import SPAN
-from edgeinfer.kernels.program import Op
 from edgeinfer.kernels.step import WANTED
 from edgeinfer.model import Model
 

@@ -13,11 +13,13 @@ import numpy as np
 
 from edgeinfer import machine
 from edgeinfer.formats.blocks import Q4_0
+from edgeinfer.kernels.builder import Builder
+from edgeinfer.kernels.catalogue import all_kernels
 from edgeinfer.kernels.jit import Code, code
 from edgeinfer.kernels.levels import LEVELS, native_level
 from edgeinfer.kernels.packing import Packing
 from edgeinfer.kernels.packings import PACKINGS
-from edgeinfer.kernels.program import Builder, Program, all_kernels
+from edgeinfer.kernels.program import Program
 from edgeinfer.kernels.step import Step
 
 
@@ -74,7 +76,7 @@ def _self_test() -> str:
 
 
 class _OneMatrix:
-    """The weights of the self-test (kernels.program.Weights)."""
+    """The weights of the self-test (kernels.builder.Weights)."""
 
     def __init__(self, raw: np.ndarray) -> None:
         self._tiles = PACKINGS["Q4_0"].pack(raw, 64)

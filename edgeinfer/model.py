@@ -21,10 +21,11 @@ from edgeinfer.config import ModelConfig
 from edgeinfer.errors import ContextLengthError, MemoryLimitError, ModelFormatError, TemplateError
 from edgeinfer.formats.gguf import GGUF, open_gguf
 from edgeinfer.formats.tokenizer import Tokenizer
+from edgeinfer.kernels.builder import Builder
 from edgeinfer.kernels.jit import Code, code
 from edgeinfer.kernels.levels import LEVELS, native_level
 from edgeinfer.kernels.locks import ForkSafeLock
-from edgeinfer.kernels.program import Builder, Program
+from edgeinfer.kernels.program import Program
 from edgeinfer.kernels.step import Step
 from edgeinfer.kernels.team import Cancelled
 from edgeinfer.kv import KVCache

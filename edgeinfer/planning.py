@@ -80,7 +80,7 @@ def plan_for(file: GGUF, config: ModelConfig, context: int, chunk: int) -> Plan:
             weights += -(-tensor.shape[0] // ROWS) * packing.tile_bytes(tensor.shape[1])
         else:
             weights += tensor.nbytes
-    # rows of f32 and their quantized form, by role: see kernels.program.Builder
+    # rows of f32 and their quantized form, by role: see kernels.builder.Builder
     wide = config.heads * config.head_dim
     roles = 3 * config.embedding + 2 * wide + 2 * config.kv_heads * config.head_dim + 3 * config.feed_forward
     quantized = (config.embedding + wide + config.feed_forward) * (SPAN + 16) // SPAN

@@ -74,7 +74,7 @@ _EXPONENTS = {"<f2": (2, 0x7C00), "<f4": (4, 0x7F800000)}  # bytes, and the bits
 
 
 class FileWeights:
-    """What a Builder asks for (kernels.program.Weights), from a GGUF file. Leftovers are errors: see finish().
+    """What a Builder asks for (kernels.builder.Weights), from a GGUF file. Leftovers are errors: see finish().
 
     Matrices are packed by `threads` threads from the start, in the file's order, while the caller does other things; leave
     the context to end them.

@@ -1,6 +1,6 @@
 """What each operation means, in NumPy: the definition that kernels are tested against, far too slow for anything else.
 
-`Reference` is the textbook in float64, on exact weights. It takes the calls of kernels.program.Builder and computes at
+`Reference` is the textbook in float64, on exact weights. It takes the calls of kernels.builder.Builder and computes at
 once, over one pass of whole sequences; there are no pages, steps or threads. kernels/same_arithmetic.py rounds where the
 kernels round, and so gives their bits: what differs between the two is what the kernels' arithmetic costs.
 """
@@ -45,7 +45,7 @@ class Reference:
         self._kept: dict[int, tuple[Array, Array]] = {}  # by layer: keys and values, (rows, kv_heads, head_dim)
         self.logits: Array | None = None  # (wanted, vocabulary)
 
-    # the operations of kernels.program.Builder
+    # the operations of kernels.builder.Builder
 
     def embed(self, columns: int) -> Array:
         return self._embeddings[:, :columns].copy()

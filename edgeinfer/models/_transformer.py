@@ -16,7 +16,7 @@ X = Any  # rows of activations, in whatever form the backend keeps them
 
 
 class Backend(Protocol):
-    """The operations: kernels.program.Builder records them, kernels.reference computes them in NumPy at once."""
+    """The operations: kernels.builder.Builder records them, kernels.reference computes them in NumPy at once."""
 
     def embed(self, columns: int) -> X: ...
     def norm(self, x: X, weight: str, epsilon: float, add: X | None = None) -> X: ...

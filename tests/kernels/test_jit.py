@@ -18,10 +18,10 @@ import pytest
 import edgeinfer
 from edgeinfer.kernels import jit
 from edgeinfer.kernels.cache import private_folder
+from edgeinfer.kernels.catalogue import all_kernels
 from edgeinfer.kernels.cpu import rows, walk
 from edgeinfer.kernels.jit import Code, Kernel, cache_key, compile_kernel
 from edgeinfer.kernels.levels import LEVELS, native_level
-from edgeinfer.kernels.program import all_kernels
 
 _spec = importlib.util.spec_from_file_location("tiny", Path(__file__).parents[1] / "runtime" / "tiny.py")
 assert _spec and _spec.loader

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from edgeinfer.formats.blocks import BY_NAME, BlockType
+from edgeinfer.kernels.builder import Builder, Rows
 from edgeinfer.kernels.jit import code
 from edgeinfer.kernels.levels import LEVELS, host_features, native_level
 from edgeinfer.kernels.packings import PACKINGS
 from edgeinfer.kernels.pages import LayerPages, head_bytes
-from edgeinfer.kernels.program import Builder, Cancelled, Program, Rows
+from edgeinfer.kernels.program import Program
 from edgeinfer.kernels.reference import Reference
 from edgeinfer.kernels.same_arithmetic import SameArithmetic, quantized
 from edgeinfer.kernels.step import Step
+from edgeinfer.kernels.team import Cancelled
 
 HERE = [level.name for level in LEVELS.values() if host_features().issuperset(level.needs)]
 NATIVE = native_level().name
