@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgeinfer.apps import plots
 from edgeinfer.apps.loading import ModelName, arguments_checked, find_model, open_model
-from edgeinfer.apps.peer import beside
 from edgeinfer.apps.terminal import ProgressLine, megabytes, notice, print_table, printable
 
 if TYPE_CHECKING:
+    from edgeinfer.apps import plots
     from edgeinfer.bench import Limits, Need, Profile, Speed
 
 _BUSY = 0.5  # of a processor, by the load average
@@ -56,6 +55,8 @@ def bench(
         peaks=peaks,
         peer=sys.executable if peer and not peer_python else peer_python,
     )
+    from edgeinfer.apps import plots  # here, as what measures is: every other command starts faster without them
+
     if plot:
         with arguments_checked():
             plots.check(plot)
@@ -135,6 +136,7 @@ def _rounded(value: float) -> float:
 
 def _report(path: Path, plan: _Plan, threads: int | None, keep: bool) -> dict[str, Any]:
     from edgeinfer import bench as measure
+    from edgeinfer.apps.peer import beside
 
     with ExitStack() as stack:
         model = stack.enter_context(open_model(str(path), threads, plan.context))
@@ -267,6 +269,8 @@ def _show(report: dict[str, Any], roofline: plots.Roofline | None) -> None:
     columns = ["", "op", "count", "ms", "bytes", "multiply-adds", "GB/s", "GMAC/s", "bound by", "share of that"]
     print_table("\nTheir ops, run one by one", columns, list(map(_op_row, report["ops"])))
     if roofline:
+        from edgeinfer.apps import plots
+
         print(f"\n{plots.terminal(roofline)}")
 
 
@@ -294,6 +298,8 @@ def _op_row(op: dict[str, Any]) -> list[object]:
 
 def _roofline(report: dict[str, Any]) -> plots.Roofline:
     """Ops that multiply, of decoding in small letters and of prefill in capitals."""
+    from edgeinfer.apps import plots
+
     points = []
     for phase, letters in (("decode", "abcdefghijklmnopqrstuvwxyz"), ("prefill", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")):
         ops = [op for op in report["ops"] if op["phase"] == phase and op["macs"] and op["ms"]]

@@ -5,6 +5,7 @@ Start-up counts, so the modules of the commands import the runtime, rich, prompt
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -114,5 +115,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 def main() -> None:
     """The console script."""
     use_utf8()
+    # loading makes hundreds of thousands of small objects that stay; the collector would look through them again and again
+    gc.set_threshold(100_000, 20, 20)
     signal.signal(signal.SIGTERM, _terminate)
     app()

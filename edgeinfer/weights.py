@@ -134,7 +134,7 @@ class FileWeights:
         for field in fields:
             # on the bits: an exponent of ones is infinity or NaN (and NumPy tests halves one by one)
             width, exponent = (2, 0x7F80) if tensor.type.name == "BF16" else _EXPONENTS.get(field.dtype.str, (0, 0))
-            if width and ((field.view(f"<u{width}") & exponent) == exponent).any():
+            if width and (field.view(f"<u{width}") & exponent).max() == exponent:
                 raise ModelFormatError(self._file.path, f"{tensor.name} holds infinite values or NaN")
 
     def finish(self) -> None:
