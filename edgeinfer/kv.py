@@ -6,6 +6,7 @@ windows just the window and one step. Positions are absolute; slots are derived 
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import sys
@@ -103,6 +104,7 @@ class KVCache:
         self._windows = config.windows
         self._layer_bytes = page_bytes(config, 1)
         self._free = list(range(self.sequences - 1, -1, -1))
+        self._reserved = np.zeros(self.sequences, np.int64)  # tokens that each sequence has pages for
         self._lock = ForkSafeLock(threading.RLock)  # a forgotten reply is closed by the garbage collector, wherever that runs
         self._freed = False
 
@@ -121,6 +123,8 @@ class KVCache:
             if self._freed:
                 raise ValueError("the model is closed")
             if not self._free:
+                gc.collect()  # replies that were dropped half way wait for it, and give their sequence back
+            if not self._free:
                 raise RuntimeError(f"{self.sequences} sequences are open on this model; close a session first")
             return CacheSequence(self._free.pop())
 
@@ -136,6 +140,17 @@ class KVCache:
                 for slot in range(min(sequence.pages, group.ring), min(wanted, group.ring)):
                     group.table[sequence.index, slot] = group.free.pop()
             sequence.pages = max(sequence.pages, wanted)
+            self._reserved[sequence.index] = sequence.pages * PAGE
+
+    def check(self, sequences: np.ndarray, positions: np.ndarray) -> None:
+        """Raises ValueError unless every row's sequence has a page for its position: kernels look nothing up.
+
+        sequences, positions: int64 (rows,).
+        """
+        if len(sequences) == 0 or sequences.min() < 0 or sequences.max() >= self.sequences:
+            raise ValueError(f"sequences must lie in 0..{self.sequences - 1}")
+        if positions.min() < 0 or (positions >= self._reserved[sequences]).any():
+            raise ValueError("a position without a page: reserve() comes first")
 
     def rollback(self, sequence: CacheSequence, length: int) -> None:
         """Forget all but the first `length` tokens. Raises ValueError where a ring has already dropped what they attend to."""
@@ -156,10 +171,12 @@ class KVCache:
                 for slot in range(min(sequence.pages, group.ring)):
                     group.release(int(group.table[sequence.index, slot]))
             sequence.pages = sequence.length = sequence.written = 0
+            self._reserved[sequence.index] = 0
             self._free.append(sequence.index)
 
     def free(self) -> None:
         """Let go of every page; what is open stays harmless, and nothing can be opened any more."""
         with self._lock:
             self._freed = True
+            self._reserved[:] = 0
             self._groups = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -77,9 +78,13 @@ def resolve(name: str | os.PathLike[str], download: bool = False, progress: Prog
     if text.startswith(HUB_PREFIX):
         return _resolve_hub(text, download, progress)
     path = Path(text)
-    if path.is_dir():
+    try:
+        folder, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise ModelNotFoundError(reprlib.repr(text), reason=str(getattr(error, "strerror", None) or error)) from None
+    if folder:
         raise ModelFormatError(path, "is a folder; expected a GGUF file")
-    if path.exists():
+    if exists:
         return path
     if known := KNOWN_MODELS.get(text):
         target = cache_folder() / known.file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from edgeinfer.formats.gguf import GGUF, open_gguf
 from edgeinfer.formats.tokenizer import Tokenizer
 from edgeinfer.kernels.builder import Builder
 from edgeinfer.kernels.jit import Code, code
-from edgeinfer.kernels.levels import LEVELS, native_level
+from edgeinfer.kernels.levels import LEVELS, host_features, native_level
 from edgeinfer.kernels.locks import ForkSafeLock
 from edgeinfer.kernels.program import Program
 from edgeinfer.kernels.step import Step
@@ -91,8 +92,11 @@ class Model:
         self.threads = machine.default_threads() if threads is None else threads
         if not is_count(self.threads, 256):
             raise ValueError(f"{threads} threads; expected 1 to 256")
-        if level is not None and level not in LEVELS:
+        if level is not None and (not isinstance(level, str) or level not in LEVELS):
             raise ValueError(f"SIMD level {level!r}; known are {', '.join(LEVELS)}")
+        if level is not None and not LEVELS[level].runs_here:
+            missing = sorted(set(LEVELS[level].needs) - host_features())
+            raise ValueError(f"SIMD level {level!r} needs {', '.join(missing)}, which this processor does not have")
         plan_for(file, self.config, self.context, self.chunk).require()
         kernels = code(LEVELS[level] if level else native_level())
         self.level = kernels.level.name
@@ -114,7 +118,8 @@ class Model:
                 file.path, f"the tokenizer has {self.n_vocab} tokens and token_embd.weight {self.config.vocabulary} rows"
             )
         self.chat_template = _template(file, self.tokenizer)
-        self.name = str(file.metadata.get("general.name") or self.path.stem)
+        name = file.metadata.get("general.name")
+        self.name = name if isinstance(name, str) and name else self.path.stem
         already = len(kernels.compiled)
         self._cache = KVCache(self.config, self.context, self.chunk)
         self._program, self._network = self._record(kernels, weights, progress)
@@ -173,7 +178,7 @@ class Model:
         max_tokens: at most so many, default what the context leaves. stop: strings that end the text. sampling: fields of
         SamplingParams (temperature, top_k, seed, ...). Raises ContextLengthError, ValueError.
         """
-        ids = self.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else [int(i) for i in prompt]
+        ids = self.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else token_ids(prompt)
         return Reply(self, ids, None, max_tokens, stop, SamplingParams(**sampling))
 
     def session(self, context: int | None = None, system: str | None = None) -> Session:
@@ -185,12 +190,13 @@ class Model:
     def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
         """Logits of one fresh pass: float32 (len(ids), vocabulary). For a list of id lists, one batch, a list of such arrays."""
         if len(ids) and isinstance(ids[0], Sequence):
-            return self._logits([[int(i) for i in row] for row in cast("Sequence[Sequence[int]]", ids)])
-        return self._logits([[int(i) for i in cast("Sequence[int]", ids)]])[0]
+            return self._logits([token_ids(row) for row in cast("Sequence[Sequence[int]]", ids)])
+        return self._logits([token_ids(ids)])[0]
 
     def _logits(self, batch: list[list[int]]) -> list[np.ndarray]:
         for ids in batch:
             self.check_length(len(ids))
+            self.check_ids(ids)
         if self.closed:
             raise ValueError("the model is closed")
         out = [np.empty((len(ids), self.config.vocabulary), np.float32) for ids in batch]
@@ -224,14 +230,13 @@ class Model:
 
         Raises Cancelled once `cancelled` is set or the model is closed.
         """
-        if min(positions) < 0 or max(positions) >= self.context:
-            raise ValueError(f"positions must lie in 0..{self.context - 1}")
+        rows = [np.asarray(x, np.int64) for x in (tokens, positions, sequences)]
         with self._steps:
             if self._program.closed:
                 raise Cancelled("the model is closed")
+            self._cache.check(rows[2], rows[1])
             for table in self._network.tables.values():
-                table.reach(max(positions) + 1)
-        rows = [np.asarray(x, np.int64) for x in (tokens, positions, sequences)]
+                table.reach(int(rows[1].max()) + 1)
         self._program.forward(rows[0], rows[1], rows[2], wanted, take, cancelled)
 
     def check_length(self, tokens: int) -> None:
@@ -240,6 +245,12 @@ class Model:
             raise ValueError("the prompt is empty: it has no tokens")
         if tokens > self.context:
             raise ContextLengthError(tokens, self.context)
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raises ValueError for a token id outside the vocabulary."""
+        outside = next((token for token in ids if not 0 <= token < self.config.vocabulary), None)
+        if outside is not None:
+            raise ValueError(f"token {outside} is outside the vocabulary of {self.config.vocabulary}")
 
     @property
     def cache(self) -> KVCache:
@@ -250,7 +261,9 @@ class Model:
         self._program.stop()
 
     def read_bandwidth(self) -> float:
-        """Bytes per second at which the model's threads can read its weights, measured now."""
+        """Bytes per second at which the model's threads can read its weights, measured now. ValueError once closed."""
+        if self.closed:
+            raise ValueError("the model is closed")
         return self._program.read_bandwidth()
 
     def bandwidth_share(self, tokens_per_second: float) -> float | None:
@@ -266,6 +279,14 @@ class Model:
             return None
         share = tokens_per_second * self._program.weight_bytes / self._bandwidth
         return share if math.isfinite(share) else 0.0
+
+
+def token_ids(ids: object) -> list[int]:
+    """Token ids as a list. Raises ValueError for anything else than whole numbers in a sequence."""
+    if isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, (str, bytes)):
+        if all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
+            return [int(i) for i in ids]
+    raise ValueError(f"a prompt is a text or a list of token ids; found {reprlib.repr(ids)}")
 
 
 def _embeddings(file: GGUF, scale: float, tokens: np.ndarray) -> np.ndarray:

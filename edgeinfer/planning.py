@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import numpy as np
+
 from edgeinfer import machine
 from edgeinfer.config import ModelConfig
 from edgeinfer.errors import MemoryLimitError
@@ -48,7 +50,7 @@ class Plan:
 
 def is_count(value: object, most: int) -> bool:
     """Whether an option is a whole number of 1 to `most`."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 < value <= most)
 
 
 def choose_context(config: ModelConfig, context: int | None) -> int:

@@ -60,9 +60,7 @@ class Reply:
         model.check_length(len(prompt))
         if model.closed:
             raise ValueError("the model is closed")
-        outside = [token for token in prompt if not 0 <= token < model.config.vocabulary]
-        if outside:
-            raise ValueError(f"token {outside[0]} is outside the vocabulary of {model.config.vocabulary}")
+        model.check_ids(prompt)
         room = (limit or model.context) - len(prompt)
         self._model, self._prompt, self._cached, self._finished = model, prompt, cached, finished
         self._room = room if max_tokens is None else min(room, max_tokens)
@@ -142,9 +140,11 @@ class Reply:
         )
 
     def _run(self) -> Generator[str, None, None]:
-        own = self._cached is None
-        state = self._cached or Cached(self._model.cache.open(), [])
+        own: Cached | None = None
         try:
+            state = self._cached
+            if state is None:
+                state = own = Cached(self._model.cache.open(), [])
             for token in self._generate(state):
                 if piece := self._text.push(token):
                     yield piece
@@ -161,8 +161,8 @@ class Reply:
             self.finish_reason = "error"
             raise
         finally:
-            if own:
-                self._model.cache.close(state.sequence)
+            if own is not None:
+                self._model.cache.close(own.sequence)
             self._end()
 
     def _generate(self, state: Cached) -> Iterator[int]:

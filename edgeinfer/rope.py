@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeinfer.kernels.elementary import exp, log, sin_cos
+from edgeinfer.kernels.elementary import MAX_ANGLE, exp, log, sin_cos
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,9 @@ class RopeTable:
     _BLOCK = 256  # positions filled at a time
 
     def __init__(self, context: int, frequency: np.ndarray, scale: float = 1.0) -> None:
+        widest = float(np.max(frequency)) * context
+        if not widest <= MAX_ANGLE:
+            raise ValueError(f"rotary angles of up to {widest:.3g} radians in this context; at most {MAX_ANGLE:.0f} are exact")
         self.data = np.zeros((context, 2, len(frequency)), np.float32)
         self._frequency, self._scale, self._filled = frequency, scale, 0
 

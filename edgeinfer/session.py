@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ class Session:
     def __init__(self, model: Model, template: ChatTemplate, context: int | None, system: str | None) -> None:
         if context is not None and not is_count(context, model.context):
             raise ValueError(f"a context of {context} tokens; the model was loaded with one of {model.context}")
+        if not (system is None or isinstance(system, str)):
+            raise ValueError(f"system is {reprlib.repr(system)}; expected a text or None")
         self._model, self._template = model, template
         self.context = context or model.context
         self.system = system
@@ -43,6 +46,8 @@ class Session:
         conversation is not touched. sampling: fields of SamplingParams. Raises ContextLengthError when it does not fit,
         TemplateError when the template refuses it, RuntimeError while another reply runs; it is unchanged then.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"a message is {reprlib.repr(text)}; expected a text")
         if self._cached is None:
             raise ValueError("the session is closed")
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -83,6 +88,12 @@ class Session:
         if reply := self._reply and self._reply():
             reply.cancel()
         with self._busy:
+            self._model.cache.close(cached.sequence)
+
+    def __del__(self) -> None:
+        """A forgotten session gives its pages back too. Nobody runs its reply any more: that would hold the session."""
+        cached, self._cached = getattr(self, "_cached", None), None
+        if cached is not None:
             self._model.cache.close(cached.sequence)
 
     def __enter__(self) -> Session:

@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import inspect
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -241,6 +242,8 @@ def _seal(path: Path, body: bytes) -> bytes:
 
 def _read_cached(path: Path) -> bytes | None:
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):  # a pipe or a device would be read for ever
+            return None
         data = path.read_bytes()
     except OSError:
         return None

@@ -25,6 +25,10 @@ class Level:
     tile_rows: int
     needs: tuple[str, ...]  # what the processor must report for this level to run
 
+    @property
+    def runs_here(self) -> bool:
+        return host_features().issuperset(self.needs)
+
 
 # -prefer-256-bit: a 64-byte vector is to be one register, whatever the processor's tuning says
 _V4 = "+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd,+avx512vnni,-prefer-256-bit"
@@ -55,5 +59,4 @@ def host_features() -> frozenset[str]:
 @lru_cache(maxsize=1)
 def native_level() -> Level:
     """The fastest level that this processor can run."""
-    have = host_features()
-    return next(level for level in LEVELS.values() if have.issuperset(level.needs))
+    return next(level for level in LEVELS.values() if level.runs_here)

@@ -366,3 +366,19 @@ def test_two_hundred_random_mutations(tmp_path: Path, architecture: str) -> None
 
 def test_the_error_is_of_this_package() -> None:
     assert issubclass(ModelFormatError, EdgeInferError) and issubclass(GenerationError, EdgeInferError)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e-30, 1e-45])
+def test_rotary_angles_too_wide_to_be_exact(tmp_path: Path, factor: float) -> None:
+    path = tiny.tiny_gguf(tmp_path / "m.gguf", "llama", "F32")
+    shape, kind, data = f32(8)
+    rewrite(path, lambda _, tensors: tensors.update({"rope_freqs.weight": (shape, kind, data * np.float32(factor))}))
+    assert "radians" in refusal(path, planned=False)
+
+
+@pytest.mark.parametrize("name", [np.array([1, 2], np.int32), ["a", "b"], 7, ""])
+def test_an_odd_name_is_no_name(tmp_path: Path, name: Any) -> None:
+    path = tiny.tiny_gguf(tmp_path / "m.gguf", "llama", "F32")
+    rewrite(path, lambda metadata, _: metadata.update({"general.name": name}))
+    with edgeinfer.load(path, threads=1) as model:
+        assert model.name == path.stem

@@ -244,3 +244,19 @@ def test_many_sequences_open_and_close(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError):  # a batch that does not fit gives back what it took
             model.logits([[1], [2]])
         assert (model.logits(ids_of(40)) == expected).all()
+
+
+def test_a_step_without_pages_is_refused(tmp_path: Path) -> None:
+    """Kernels look up pages unchecked: a sequence or position that has none would read and write anywhere."""
+    path = tiny.tiny_gguf(tmp_path / "model.gguf", type="Q4_0")
+    with edgeinfer.load(path, threads=1) as model:
+        sequence = model.cache.open()
+        model.cache.reserve(sequence, 64)
+        step = {"wanted": [0], "take": lambda first, logits: None}
+        model.step([1], [63], [sequence.index], **step)
+        for index, position in ((sequence.index, 64), (sequence.index, -1), (sequence.index + 1, 0), (-1, 0), (99, 0), (2**62, 0)):
+            with pytest.raises(ValueError):
+                model.step([1], [position], [index], **step)
+        model.cache.close(sequence)
+        with pytest.raises(ValueError):
+            model.step([1], [0], [sequence.index], **step)

@@ -20,6 +20,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import ContextLengthError, DownloadError, ModelFormatError, ModelNotFoundError, TemplateError
+from edgeinfer.kernels.levels import LEVELS
 from edgeinfer.library import resolve
 from edgeinfer.model import Model
 from edgeinfer.reply import Sampler
@@ -86,6 +87,23 @@ def test_options_out_of_range(path: Path, options: dict[str, Any]) -> None:
         edgeinfer.load(path, **options)
 
 
+def test_a_level_that_the_processor_lacks_is_refused(path: Path) -> None:
+    """Its kernels would end the process at their first instruction."""
+    for level in LEVELS.values():
+        if not level.runs_here:
+            with pytest.raises(ValueError, match="does not have"):
+                edgeinfer.load(path, level=level.name)
+    odd: Any
+    for odd in ("sse9", ["plain"], 1):
+        with pytest.raises(ValueError, match="known are"):
+            edgeinfer.load(path, level=odd)
+
+
+def test_numpy_integers_are_whole_numbers(path: Path) -> None:
+    with edgeinfer.load(path, threads=1, context=np.int64(64), chunk=np.int64(8)) as model:  # type: ignore[arg-type]
+        assert (model.context, model.chunk) == (64, 8)
+
+
 def test_a_context_of_one(path: Path) -> None:
     with edgeinfer.load(path, threads=1, context=1) as model:
         assert model.logits([5]).shape == (1, 288)
@@ -119,6 +137,11 @@ def test_prompts_that_cannot_be(model: Model) -> None:
             model.generate(bad_ids)
         with pytest.raises(ValueError):
             model.logits(bad_ids)
+    odd: Any
+    for odd in ([1.7], ["1"], b"abc", [2**63], [True], [None]):
+        for call in (model.generate, model.logits):
+            with pytest.raises(ValueError):
+                call(odd)
     for call in (model.generate, model.stream, model.logits):
         with pytest.raises(ContextLengthError, match="300 tokens.*256") as error:
             call([1] * 300)

@@ -14,6 +14,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import ContextLengthError, TemplateError
+from edgeinfer.kv import MAX_SEQUENCES
 from edgeinfer.model import Model
 from edgeinfer.reply import Reply, Sampler
 from edgeinfer.sampling import GenerationError
@@ -305,3 +306,39 @@ def test_two_threads_read_one_reply(model: Model) -> None:
         for thread in threads:
             thread.join(30)
         assert reply.text == whole.text and sorted("".join(parts)) == sorted(whole.text)
+
+
+def test_forgotten_sessions_and_replies_give_their_sequence_back(model: Model) -> None:
+    before = len(model.cache._free)
+    for _ in range(2 * MAX_SEQUENCES):
+        for _piece in model.session().send("Hello", max_tokens=3):
+            pass
+    for _ in range(2 * MAX_SEQUENCES):
+        for _piece in model.session().send("Hello", max_tokens=8):
+            break
+    for _ in range(2 * MAX_SEQUENCES):
+        for _piece in model.stream("Hello", max_tokens=8):
+            break
+    gc.collect()
+    assert len(model.cache._free) == before
+
+
+def test_a_reply_that_finds_no_sequence_free_ends_with_an_error(model: Model) -> None:
+    held = []
+    while len(model.cache._free):
+        held.append(model.cache.open())
+    reply = model.stream("Hello", max_tokens=2)
+    with pytest.raises(RuntimeError, match="sequences are open"):
+        next(reply)
+    assert reply.finish_reason == "error"
+    for sequence in held:
+        model.cache.close(sequence)
+
+
+@pytest.mark.parametrize("text", [None, 3, ["Hello"], {"role": "user"}, b"Hello"])
+def test_messages_that_are_no_text(model: Model, text: Any) -> None:
+    with pytest.raises(ValueError, match="text"), model.session() as chat:
+        chat.send(text)
+    if text is not None:
+        with pytest.raises(ValueError, match="system"):
+            model.session(system=text)
