@@ -13,7 +13,7 @@ import typer
 
 from edgeinfer.apps.loading import Context, ModelName, Threads, arguments_checked, open_model
 from edgeinfer.apps.run import MIN_P, REPEAT_PENALTY, TEMPERATURE, TOP_K, TOP_P, Seed, Temperature, read_text, require_template
-from edgeinfer.apps.terminal import ctrl_c_cancels, notice, printable
+from edgeinfer.apps.terminal import ctrl_c_cancels, notice, printable, standard_input
 from edgeinfer.library import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def chat(
     The first use fetches the default model. In the chat, /help lists what there is.
     Where stdin is not a terminal, each line is a message and stdout holds the answers only.
     """
-    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    at_terminal = standard_input().isatty() and sys.stdout.isatty()
     with open_model(model, threads, context) as loaded:
         require_template(loaded)
         opening = None if system is None else read_text(system)
@@ -147,7 +147,7 @@ class Conversation:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "w", encoding="utf-8") as file:
                 json.dump(conversation, file, ensure_ascii=False, indent=2)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name with a NUL character
             notice(f"not saved: {error}")
         else:
             notice(f"saved as {path}")

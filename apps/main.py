@@ -1,121 +1,44 @@
-"""The `edgeinfer` command: its sub-commands, and the exit code of everything that can go wrong.
+"""The console script: signals, streams, and then the commands, whose import takes most of a start's time.
 
-Start-up counts, so the modules of the commands import the runtime, rich, prompt_toolkit and the network only when used.
+Little is imported here before `main` runs, so that Ctrl-C is quiet from the first moment on.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import sys
 from types import FrameType
-from typing import Annotated, Any
-
-import typer
-from typer.core import TyperGroup
-
-from edgeinfer import errors
-from edgeinfer.apps import bench, chat, inspect, manage, run
-from edgeinfer.apps.terminal import notice, use_utf8
-
-FAILED, USAGE, DOWNLOAD, DISK, MEMORY, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 5, 130, 143
-
-EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (  # the first that fits
-    (errors.DownloadError, DOWNLOAD),
-    (errors.DiskSpaceError, DISK),
-    (errors.MemoryLimitError, MEMORY),
-    (errors.ModelNotFoundError, USAGE),
-    (errors.ModelFormatError, USAGE),
-    (errors.TokenizerError, USAGE),
-    (errors.TemplateError, USAGE),
-    (errors.ContextLengthError, USAGE),
-    (errors.EdgeInferError, FAILED),
-    (UnicodeDecodeError, USAGE),  # input that is not UTF-8
-    (MemoryError, MEMORY),
-    (OSError, FAILED),
-    (KeyboardInterrupt, INTERRUPTED),
-)
-
-
-class _Commands(TyperGroup):
-    """Turns the errors of a command into one line on stderr and an exit code. Any other is our bug: a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()  # here, so that a reader who left is noticed here
-            return result
-        except BrokenPipeError:
-            # nobody reads any more: say nothing, and keep the interpreter's own flush at exit from complaining
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(FAILED) from None
-        except tuple(kind for kind, _ in EXIT_CODES) as error:
-            if not isinstance(error, KeyboardInterrupt):
-                notice(f"edgeinfer: {_sentence(error)}")
-            raise typer.Exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind))) from None
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return f"the input is not UTF-8 ({error.reason} at byte {error.start})"
-    if isinstance(error, MemoryError):
-        return "out of memory; take a smaller context or a smaller model"
-    return str(error)
-
-
-app = typer.Typer(
-    cls=_Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 ok, 1 failed, 2 usage, bad file or prompt too long, 3 download, 4 disk full, 5 memory, "
-    "130 interrupted, 143 terminated.",
-)
-for command in (
-    chat.chat,
-    run.run,
-    bench.bench,
-    inspect.inspect,
-    inspect.plan,
-    inspect.tokenize,
-    manage.pull,
-    manage.models,
-    manage.warmup,
-    manage.doctor,
-):
-    app.command()(command)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        print(f"edgeinfer {version('edgeinfer')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _front_door(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Run language models on this machine: `edgeinfer chat` fetches a small model on first use and talks.
-
-    Every command takes a GGUF file or a known name. `edgeinfer COMMAND --help` explains one.
-    """
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)  # an exception, so that models are closed and files left whole
 
 
 def main() -> None:
     """The console script."""
-    use_utf8()
-    # loading makes hundreds of thousands of small objects that stay; the collector would look through them again and again
+    interrupted = signal.getsignal(signal.SIGINT)  # ignored, where a shell script runs us in the background
+    if interrupted is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGTERM, _leave)
+
+    from edgeinfer.apps.terminal import open_streams
+
+    open_streams()
+    import gc
+
+    # loading makes hundreds of thousands of small objects that stay: the collector is to look through them seldom, and not
+    # once more at the end
     gc.set_threshold(100_000, 20, 20)
+    from edgeinfer.apps.commands import cli
+
     signal.signal(signal.SIGTERM, _terminate)
-    app()
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        cli()
+    finally:
+        gc.freeze()
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """While nothing is open yet: an exception would make a traceback of wherever the imports are."""
+    os._exit(128 + signum)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)  # an exception, so that models are closed and files left whole

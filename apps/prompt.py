@@ -11,6 +11,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+from edgeinfer.apps.terminal import notice
 from edgeinfer.library import cache_folder
 
 _SIGN = "> "
@@ -42,7 +43,7 @@ class Prompt:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Within the block keys are not echoed; Ctrl-C works, and what else is typed becomes the next message."""
+        """Within the block keys are not echoed; Ctrl-C works, and other text typed becomes the next message."""
         if sys.platform == "win32":
             yield
             return
@@ -60,6 +61,8 @@ class Prompt:
             while select.select([keyboard], [], [], 0)[0] and (data := os.read(keyboard, 1 << 16)):
                 typed += data
             self._typed_ahead = _as_text(typed)
+            if typed and not self._typed_ahead:
+                notice("[what was typed during the reply is dropped: it held keys other than text and Enter]")
         finally:
             termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgeinfer.apps.loading import Context, ModelName, Threads, arguments_checked, open_model
-from edgeinfer.apps.terminal import ctrl_c_cancels, notice, printable
+from edgeinfer.apps.terminal import ctrl_c_cancels, notice, printable, standard_input
 
 if TYPE_CHECKING:
     from edgeinfer import Model, Reply
@@ -73,10 +73,10 @@ def run(
 
 def read_text(argument: str | None) -> str:
     """An argument's text; for `-`, or for none where stdin is no terminal, stdin's. UTF-8 whatever the locale."""
-    if argument is None and sys.stdin.isatty():
+    if argument is None and standard_input().isatty():
         raise typer.BadParameter('no prompt; give one with -p "...", or pipe it in')
     if argument is None or argument == "-":
-        return sys.stdin.read()
+        return standard_input().read()
     return os.fsencode(argument).decode("utf-8")  # the argument's own bytes: Python decoded them by the locale
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from edgeinfer import Reply
@@ -17,11 +18,32 @@ if TYPE_CHECKING:
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-def use_utf8() -> None:
-    """UTF-8 on all three streams, whatever the locale. Paths that are not UTF-8 pass through as they are."""
+def open_streams() -> None:
+    """UTF-8 on all three streams, whatever the locale. Paths that are not UTF-8 pass through as they are.
+
+    Exits with code 1 where stdout is closed. A closed stdin stays None: `standard_input` says so when it is needed.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets this number, which a file opened later must not get
+    if sys.stderr is None:
+        sys.stderr = open(2, "w")  # noqa: SIM115 - for the life of the process
+    if sys.stdout is None:
+        sys.exit("edgeinfer: standard output is closed; send it to a file, a pipe or /dev/null")
     for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "surrogateescape"), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=errors)
+
+
+def standard_input() -> TextIO:
+    """Stdin. Raises EdgeInferError where it is closed."""
+    if sys.stdin is None:
+        from edgeinfer.errors import EdgeInferError
+
+        raise EdgeInferError("standard input is closed; give the prompt with `edgeinfer run MODEL -p TEXT`, or pipe it in")
+    return sys.stdin
 
 
 def printable(text: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from edgeinfer.apps import bench, plots
-from edgeinfer.apps.main import app
+from edgeinfer.apps.commands import app
 from edgeinfer.apps.plots import Point, Roofline
 
 _spec = importlib.util.spec_from_file_location("tiny", Path(__file__).parents[1] / "runtime" / "tiny.py")

@@ -37,6 +37,12 @@ def test_in_a_pipe_each_line_is_a_message(command: Any, stdin: bytes, sent: list
     assert time.monotonic() - began < 5
 
 
+def test_a_name_that_no_file_can_have_is_not_saved(command: Any) -> None:
+    done = command("chat", command.model, stdin=b"/save a\0b\nhi\n")
+    assert (done.returncode, done.stdout) == (0, b"Hello there.\n")
+    assert done.stderr.startswith(b"not saved: ") and done.stderr.count(b"\n") == 1
+
+
 def test_errors_in_a_pipe_have_their_code(command: Any) -> None:
     done = command("chat", command.model, stdin=b"too long\nhi\n")
     assert done.returncode == 2 and b"5000" in done.stderr and b"4096" in done.stderr and not done.stdout
@@ -110,6 +116,24 @@ def test_a_paste_during_a_reply_is_one_message_too(command: Any, terminal: Any) 
     chat.type("/exit" + ENTER)
     assert chat.wait() == 0
     assert command.sent == ["first", "one\ntwo"]
+
+
+@at_terminal
+@pytest.mark.parametrize(("typed", "kept"), [("one", True), ("one\x7f", False), ("\x1b[A", False), (CTRL_D, False)])
+def test_what_is_typed_during_a_reply_waits_at_the_prompt_or_is_said_to_be_dropped(
+    command: Any, terminal: Any, typed: str, kept: bool
+) -> None:
+    command.script.update(pieces=["begun ", "ended"], delay=0.5)
+    chat = terminal("chat", command.model)
+    chat.expect(PROMPT)
+    chat.type("first" + ENTER)
+    chat.expect("begun ")
+    chat.type(typed)
+    chat.expect("ended")
+    assert ("is dropped" in chat.expect(PROMPT)) != kept
+    chat.type("two" + ENTER)
+    chat.expect("begun ")
+    assert command.sent == ["first", "onetwo" if kept else "two"]
 
 
 @at_terminal

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import edgeinfer
 from edgeinfer.apps import terminal
-from edgeinfer.apps.main import app
+from edgeinfer.apps.commands import app
 
 PIECES = [*"abcdefghijklmnopqrstuvwxyz", "ab", "Ġ", "Ã", "©", "<|end|>"]
 

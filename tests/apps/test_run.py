@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals and locales of POSIX")
+
+# sends this process Ctrl-C when it begins to import a certain module
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+interrupted = sys.argv.pop(1)
+assert interrupted not in sys.modules
+sys.meta_path.insert(0, Finder())
+from edgeinfer.apps.main import main
+main()
+"""
 
 
 def test_stdout_holds_only_the_answer(command: Any) -> None:
@@ -143,6 +159,64 @@ def test_signals(command: Any, signum: int, code: int, as_json: bool) -> None:
         assert json.loads(out)["finish_reason"] == "cancelled"
     else:
         assert out == b""
+
+
+@posix
+@pytest.mark.parametrize("module", ["edgeinfer.apps.terminal", "typer", "edgeinfer.apps.bench", "edgeinfer.library"])
+def test_ctrl_c_while_starting_is_quiet(module: str) -> None:
+    child = [sys.executable, "-c", INTERRUPTED_IMPORT, module, "--version"]
+    done = subprocess.run(child, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+@posix
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    """As a shell script's background commands have it."""
+    child = [sys.executable, "-c", INTERRUPTED_IMPORT, "typer", "--version"]
+    shell = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    done = subprocess.run([*shell, *child], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout.startswith(b"edgeinfer ")
+
+
+def redirected(command: Any, redirection: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh"]
+    argv = [*shell, *command.argv(*arguments)]
+    environment = {key: value for key, value in command.environment.items() if key != "PYTHONUNBUFFERED"}
+    return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, env=environment)
+
+
+@posix
+@pytest.mark.parametrize("name", ["run", "chat"])
+def test_a_closed_stdin_is_an_error_only_where_it_is_read(command: Any, name: str) -> None:
+    done = redirected(command, "<&-", name, command.model)
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (1, b"", 1)
+    assert b"standard input is closed" in done.stderr
+    done = redirected(command, "<&-", "run", command.model, "-p", "hi")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"Hello there.", b"")
+
+
+@posix
+@pytest.mark.parametrize("arguments", [["run", "-p", "hi"], ["--version"]])
+def test_a_closed_stdout_is_an_error(command: Any, arguments: list[str]) -> None:
+    done = redirected(command, ">&-", *arguments[:1], *([command.model] if len(arguments) > 1 else []), *arguments[1:])
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1) and b"standard output is closed" in done.stderr
+    assert command.events == []
+
+
+@posix
+def test_a_closed_stderr_takes_only_the_notices(command: Any) -> None:
+    done = redirected(command, "2>&-", "run", command.model, "-p", "hi")
+    assert (done.returncode, done.stdout) == (0, b"Hello there.")
+    assert redirected(command, "2>&-", "run", "nonsense", "-p", "hi").returncode == 2
+    assert redirected(command, "<&- >&- 2>&-", "run", command.model, "-p", "hi").returncode == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["run", "MODEL", "-p", "hi"]])
+def test_a_full_disk_behind_stdout_is_one_line(command: Any, arguments: list[str]) -> None:
+    done = redirected(command, ">/dev/full", *(command.model if word == "MODEL" else word for word in arguments))
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
+    assert done.stderr.startswith(b"edgeinfer: standard output: ") and b"No space left" in done.stderr
 
 
 def test_at_a_terminal(command: Any, terminal: Any) -> None:
