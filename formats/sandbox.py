@@ -21,13 +21,13 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext, Macro
+from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 
 from edgeinfer.formats.budget import (
+    MAX_DIGITS,
     MAX_INDENT,
-    MAX_INT_BITS,
     MAX_NESTING,
     MAX_OUTPUT,
     MAX_SOURCE,
@@ -36,7 +36,7 @@ from edgeinfer.formats.budget import (
     Meter,
 )
 from edgeinfer.formats.errors import TemplateError
-from edgeinfer.formats.paid_filters import COMPARING_TESTS, paid_filter, paid_test
+from edgeinfer.formats.paid_filters import compared, paid_filter, paid_tests
 
 _STR_METHODS = frozenset(
     "capitalize count endswith find isalnum isalpha isdigit islower isnumeric isspace isupper join lower lstrip"
@@ -57,6 +57,8 @@ _FILTERS = (
 _GLOBALS = ("range", "dict", "namespace")
 # Names that no template can write: the operations that the rewritten syntax tree calls.
 _LOOP, _CONCAT, _COMPARE, _SLICE = "loop over!", "concatenate!", "compare!", "slice!"
+_KEY, _BODY = "key!", "run a body!"
+_NODES_PER_STEP = 10  # of the syntax tree of a body that can run more than once; evaluating one takes about 1 us
 
 
 class Refused(Exception):
@@ -90,7 +92,9 @@ class BoundedTemplate:
         self._template = self._guarded(lambda: self._compiled(source))
 
     def _compiled(self, source: str) -> jinja2.Template:
-        for count, _ in enumerate(self._environment.lex(source)):
+        for count, (_, kind, text) in enumerate(self._environment.lex(source)):
+            if kind == "integer" and len(text) > MAX_DIGITS:
+                raise Exceeded("has a huge number")
             if count == MAX_TOKENS:
                 raise Exceeded(f"is too large: it has more than {MAX_TOKENS} tokens")
         return self._environment.from_string(_metered(self._environment.parse(source)))
@@ -130,7 +134,7 @@ class BoundedTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
     def __init__(self) -> None:
         # trim_blocks, lstrip_blocks and loop controls as transformers sets them
@@ -140,15 +144,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.meter = meter = Meter()
         self.finalize = _finalize
         self.globals = {name: self.globals[name] for name in _GLOBALS}
-        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        self.globals.update(dict=self._dict, namespace=self._namespace)
+        self.globals.update(raise_exception=self._raise_exception, strftime_now=_strftime_now)
         self.filters = {name: paid_filter(meter, name, FILTERS[name]) for name in _FILTERS}
-        self.tests = {
-            name: paid_test(meter, cast(Any, test)) if name in COMPARING_TESTS else test
-            for name, test in self.tests.items()
-        }
+        self.tests = cast(Any, paid_tests(meter, cast(Any, self.tests)))
         self.filters["tojson"] = self._to_json
         self.filters.update(
-            {_LOOP: self._loop, _CONCAT: self._concatenate, _COMPARE: self._compared, _SLICE: self._sliced}
+            {
+                _LOOP: self._loop,
+                _CONCAT: self._concatenate,
+                _COMPARE: self._compared,
+                _SLICE: self._sliced,
+                _KEY: self._hashed,
+                _BODY: self._started,
+            }
         )
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -157,6 +166,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         if isinstance(obj, (Namespace, LoopContext, Macro)):
             return True
         return any(isinstance(obj, kind) and attr in names for kind, names in _METHODS)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.meter.key(argument)
+        return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """In place of str.format, one that only fills in; format_map is judged like any other method, and refused."""
@@ -169,6 +182,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.meter.size(form)
         unnamed = iter(args)
         for literal, name, spec, conversion in Formatter().parse(form):
+            self.meter.step()
             parts.append(literal)
             if name is not None:
                 if spec or conversion or not (name == "" or name.isdecimal() or name.isidentifier()):
@@ -178,6 +192,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # names as in the base class
         meter = __self.meter
+        if isinstance(getattr(__obj, "__self__", None), str) and __obj.__name__ == "join" and len(args) == 1:
+            args = (list(__self._loop(args[0])),)  # what a text joins is not always a list, whose length is known
         meter.call(__obj, args, kwargs)
         meter.depth += 1
         if meter.depth > MAX_NESTING:
@@ -188,28 +204,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             meter.depth -= 1
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        meter = self.meter
-        meter.step()
-        ints = isinstance(left, int) and isinstance(right, int)
-        if operator == "+":
-            meter.size(left)
-            meter.size(right)
-            if isinstance(left, str) and isinstance(right, str):
-                meter.text(len(left) + len(right))
-        elif operator == "*" and not ints:
-            times = left if isinstance(left, int) else right
-            items = right if isinstance(left, int) else left
-            if isinstance(items, str) and isinstance(times, int):
-                meter.text(len(items) * max(0, times))
-            elif isinstance(items, (list, tuple)) and isinstance(times, int):
-                meter.step(len(items) * max(0, times))
-        elif operator == "%" and isinstance(left, str):
-            raise Exceeded("formats text with %, which is not supported: use ~")
-        elif operator == "**" and ints and left.bit_length() * max(0, right) > MAX_INT_BITS:
-            raise Exceeded("computes a huge number")
+        self.meter.operation(operator, left, right)
         result = super().call_binop(context, operator, left, right)
-        if isinstance(result, int) and result.bit_length() > MAX_INT_BITS:
-            raise Exceeded("computes a huge number")
+        self.meter.number(result)
         return result
 
     def _loop(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -222,15 +219,36 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.meter.text(sum(self.meter.value(part) for part in parts))
         return "".join(map(str, parts))
 
-    def _compared(self, value: Any) -> Any:
-        self.meter.step()
-        self.meter.contents(value)
-        return value
+    def _compared(self, operands: list[Any], *operators: str) -> bool:
+        return all(map(partial(compared, self.meter), operators, operands, operands[1:]))
 
     def _sliced(self, value: Any) -> Any:
         self.meter.step()
         self.meter.size(value)
+        if not isinstance(value, (str, list, tuple, range, Undefined)):
+            raise Exceeded(f"slices a {type(value).__name__}")
         return value
+
+    def _hashed(self, value: Any) -> Any:
+        self.meter.key(value)
+        return value
+
+    def _started(self, value: None, steps: int) -> None:
+        self.meter.step(steps)
+
+    def _dict(self, items: Any = (), /, **named: Any) -> dict[Any, Any]:
+        result = {}
+        for key, value in self._loop(items.items() if isinstance(items, dict) else items):
+            self.meter.key(key)
+            result[key] = value
+        return {**result, **named}
+
+    def _namespace(self, *args: Any, **named: Any) -> Namespace:
+        return Namespace(self._dict(*args, **named))
+
+    def _raise_exception(self, message: Any = "") -> NoReturn:
+        self.meter.value(message)
+        raise Refused(str(message)[:1000])
 
     def _to_json(
         self,
@@ -251,12 +269,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @pass_context  # that Jinja needs the context here also keeps it from computing constants when it compiles
 def _finalize(context: Any, value: Any) -> Any:
+    context.environment.meter.step()
     context.environment.meter.value(value)
     return value
-
-
-def _raise_exception(message: Any = "") -> NoReturn:
-    raise Refused(str(message)[:1000])
 
 
 def _strftime_now(form: str) -> str:
@@ -274,12 +289,14 @@ def _metered(tree: nodes.Template) -> nodes.Template:
         if depth > MAX_NESTING:
             raise Exceeded(f"is nested more than {MAX_NESTING} levels deep")
         level = [child for node in level for child in node.iter_child_nodes()]
+    for repeated in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))):
+        body = cast(nodes.For, repeated)  # each of these has a body
+        steps = sum(1 for _ in body.find_all(nodes.Node)) // _NODES_PER_STEP
+        body.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(None), _BODY, steps), lineno=body.lineno))
     for loop in list(tree.find_all(nodes.For)):
         loop.iter = _filter(cast(nodes.Expr, loop.iter), _LOOP)
-    for comparison in list(tree.find_all(nodes.Compare)):
-        comparison.expr = _filter(comparison.expr, _COMPARE)
-        for operand in comparison.ops:
-            operand.expr = _filter(operand.expr, _COMPARE)
+    for pair in list(tree.find_all(nodes.Pair)):
+        pair.key = _filter(pair.key, _KEY)
     for item in list(tree.find_all(nodes.Getitem)):
         if isinstance(item.arg, nodes.Slice):
             item.node = _filter(item.node, _SLICE)
@@ -287,15 +304,20 @@ def _metered(tree: nodes.Template) -> nodes.Template:
         output.nodes = [
             nodes.Const(n.data, lineno=n.lineno) if isinstance(n, nodes.TemplateData) else n for n in output.nodes
         ]
-    return _without_concat(tree)
+    return _without_operators(tree)
 
 
-def _without_concat(tree: nodes.Template) -> nodes.Template:
-    """Each a ~ b ~ c replaced, wherever a node holds it, by the paid operation on [a, b, c]."""
+def _without_operators(tree: nodes.Template) -> nodes.Template:
+    """Each a ~ b ~ c and a < b <= c replaced, wherever a node holds it, by the paid operation on [a, b, c]."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, nodes.Concat):
             return _filter(nodes.List(value.nodes, lineno=value.lineno), _CONCAT)
+        if isinstance(value, nodes.Compare):
+            operands = [value.expr, *(operand.expr for operand in value.ops)]
+            return _filter(
+                nodes.List(operands, lineno=value.lineno), _COMPARE, *(operand.op for operand in value.ops)
+            )
         return value
 
     stack: list[nodes.Node] = [tree]
@@ -307,5 +329,6 @@ def _without_concat(tree: nodes.Template) -> nodes.Template:
     return tree
 
 
-def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _filter(node: nodes.Expr, name: str, *options: Any) -> nodes.Filter:
+    constants: list[nodes.Expr] = [nodes.Const(option, lineno=node.lineno) for option in options]
+    return nodes.Filter(node, name, constants, [], None, None, lineno=node.lineno)
