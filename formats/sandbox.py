@@ -59,6 +59,7 @@ _GLOBALS = ("range", "dict", "namespace")
 _LOOP, _CONCAT, _COMPARE, _SLICE = "loop over!", "concatenate!", "compare!", "slice!"
 _KEY, _BODY = "key!", "run a body!"
 _NODES_PER_STEP = 10  # of the syntax tree of a body that can run more than once; evaluating one takes about 1 us
+_SCOPES = ("_loop_vars", "_block_vars")  # what Jinja adds to a call inside a loop or block; no argument of the function
 
 
 class Refused(Exception):
@@ -194,7 +195,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         meter = __self.meter
         if isinstance(getattr(__obj, "__self__", None), str) and __obj.__name__ == "join" and len(args) == 1:
             args = (list(__self._loop(args[0])),)  # what a text joins is not always a list, whose length is known
-        meter.call(__obj, args, kwargs)
+        meter.call(__obj, args, {name: value for name, value in kwargs.items() if name not in _SCOPES})
         meter.depth += 1
         if meter.depth > MAX_NESTING:
             raise Exceeded(f"nests more than {MAX_NESTING} calls")

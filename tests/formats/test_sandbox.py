@@ -372,3 +372,16 @@ def test_no_budget_is_left_over_from_the_last_rendering():
 
 def test_jinja_is_new_enough():
     assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)  # older ones have sandbox escapes
+
+
+def test_calls_inside_loops_carry_no_more_than_their_arguments() -> None:
+    """Jinja hands the loop's variables to every call in its body: they are no arguments to be paid for or refused."""
+    source = (
+        "{% set ns = namespace(last='') %}"
+        "{% macro shown(name, spec) %}{{ name }}={{ spec.get('type', '?') }};{% endmacro %}"
+        "{% for tool in tools %}{% set count = tool | length %}{% set ns.last = tool['name'] %}"
+        "{% for name, spec in tool['parameters'].items() %}{{ shown(name, spec) }}{{ name.upper() }}{% endfor %}"
+        "{{ ns.last }}{{ count }}{% endfor %}"
+    )
+    tools = [{"name": "weather", "parameters": {"city": {"type": "string"}, "days": {}}}]
+    assert BoundedTemplate(source, "t").render({"tools": tools}) == "city=string;CITYdays=?;DAYSweather2"
