@@ -168,7 +168,7 @@ def _report(path: Path, plan: _Plan, threads: int | None, keep: bool) -> dict[st
             "level": model.level,
             "threads": model.threads,
             "context": model.context,
-            "weight_bytes": measure.weight_bytes(model),
+            "weight_bytes": model.weight_bytes,
             "cache_bytes": measure.last_level_cache(),
             "prefill": [_entry(what, speeds[0]) for what, speeds in prefill],
             "decode": [_entry(what, speeds[0]) for what, speeds in decode],

@@ -97,8 +97,7 @@ class Sequences:
         sequences = self.indices if len(positions) == len(self.indices) else self.indices * len(positions)
         tokens, last = self._tokens(positions), range(len(positions) - wanted, len(positions))
         whole = [_seconds(lambda: self._model.step(tokens, positions, sequences, last, _choose)) for _ in range(_PROFILES)]
-        rows = [np.asarray(x, np.int64) for x in (tokens, positions, sequences)]
-        return statistics.median(whole), self._model._program.time_ops(rows[0], rows[1], rows[2], wanted)
+        return statistics.median(whole), self._model.time_ops(tokens, positions, sequences, wanted)
 
     def _tokens(self, positions: Sequence[int]) -> list[int]:
         """Tokens without a pattern; which ones they are does not change the time."""
@@ -122,11 +121,6 @@ def decode(model: Model, tokens: int, depth: int, batch: int) -> Iterator[Sample
     with Sequences(model, batch, depth + tokens) as sequences:
         sequences.read(depth)
         yield lambda: batch * tokens / _seconds(lambda: sequences.decode(depth, tokens))
-
-
-def weight_bytes(model: Model) -> int:
-    """Bytes of packed weights, which decoding a token reads."""
-    return model._program.weight_bytes
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -40,10 +40,12 @@ from edgeinfer.weights import ROPE_FACTORS, FileWeights, check_tensors
 
 if TYPE_CHECKING:
     from edgeinfer.formats.chat import ChatTemplate
+    from edgeinfer.kernels.builder import Op
 
 MAX_CHUNK = 1024  # more would let a single call of a kernel run for longer than a cancellation may wait
 
 Progress = Callable[[str, float], None]
+_StepRows = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def load(model: str | os.PathLike[str], *, threads: int | None = None, context: int | None = None,
@@ -230,14 +232,23 @@ class Model:
 
         Raises Cancelled once `cancelled` is set or the model is closed.
         """
-        rows = [np.asarray(x, np.int64) for x in (tokens, positions, sequences)]
+        self._program.forward(*self._checked(tokens, positions, sequences), wanted, take, cancelled)
+
+    def time_ops(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int],
+                 wanted: int) -> list[tuple[Op, float]]:  # fmt: skip
+        """The ops of such a step that wants its last rows, each with the seconds it takes alone. See Program.time_ops."""
+        return self._program.time_ops(*self._checked(tokens, positions, sequences), wanted)
+
+    def _checked(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]) -> _StepRows:
+        """A step's rows as int64 arrays, once their sequences have pages and the rotary tables reach their positions."""
+        rows = (np.asarray(tokens, np.int64), np.asarray(positions, np.int64), np.asarray(sequences, np.int64))
         with self._steps:
             if self._program.closed:
                 raise Cancelled("the model is closed")
             self._cache.check(rows[2], rows[1])
             for table in self._network.tables.values():
                 table.reach(int(rows[1].max()) + 1)
-        self._program.forward(rows[0], rows[1], rows[2], wanted, take, cancelled)
+        return rows
 
     def check_length(self, tokens: int) -> None:
         """Raises ContextLengthError for a prompt that does not fit, ValueError for an empty one."""
@@ -260,6 +271,11 @@ class Model:
         """Wake a step that is running, so that it sees its cancellation."""
         self._program.stop()
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights: what decoding a token reads."""
+        return self._program.weight_bytes
+
     def read_bandwidth(self) -> float:
         """Bytes per second at which the model's threads can read its weights, measured now. ValueError once closed."""
         if self.closed:
@@ -277,7 +293,7 @@ class Model:
                     self._bandwidth = self.read_bandwidth()
         if self._bandwidth is None:
             return None
-        share = tokens_per_second * self._program.weight_bytes / self._bandwidth
+        share = tokens_per_second * self.weight_bytes / self._bandwidth
         return share if math.isfinite(share) else 0.0
 
 
